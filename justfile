@@ -4,7 +4,7 @@
 default:
     @just --list --unsorted
 
-# Everything that CI checks, or the parts of it (checks, tests, clients, gpu, programs)
+# Everything that CI checks, or the parts of it (checks, tools, tests, clients, gpu, programs)
 ci *PARTS:
     .ci/run {{ PARTS }}
 

@@ -19,6 +19,7 @@ document is a file, divided at blank lines where it is long; the same document i
 import argparse
 import hashlib
 import html
+import itertools
 import json
 import re
 import subprocess
@@ -84,12 +85,13 @@ def meanings(root):
             yield f"{path.name} {columns[0]}", f"{', '.join(words)} ({part}): {gloss.strip()}"
 
 
+# By topic: packages, and the texts of each.
 TOPICS = {
-    "perl": ("perl-doc", lambda root: pages(root, "*.pod", of_pod)),
-    "python": ("python3.11-doc", lambda root: pages(root, "*.rst.txt", of_rst)),
-    "debian": ("debian-handbook", lambda root: pages(root / "usr/share/doc/debian-handbook/html/en-US", "*.html", of_html)),
-    "postgres": ("postgresql-doc-15", lambda root: pages(root, "*.html", of_html)),
-    "dictionary": ("wordnet-base", meanings),
+    "perl": [("perl-doc", lambda root: pages(root, "*.pod", of_pod))],
+    "python": [("python3.11-doc", lambda root: pages(root, "*.rst.txt", of_rst))],
+    "debian": [("debian-handbook", lambda root: pages(root / "usr/share/doc/debian-handbook/html/en-US", "*.html", of_html))],
+    "postgres": [("postgresql-doc-15", lambda root: pages(root, "*.html", of_html))],
+    "dictionary": [("wordnet-base", meanings)],
 }
 
 
@@ -123,16 +125,20 @@ def write(topic, texts, out):
     return sizes
 
 
-def prepare_text(out):
+def prepare_text(out, topics=TOPICS):
     """Writes the documents of all topics to a directory."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        subprocess.run(["apt-get", "-q", "download", *(package for package, _ in TOPICS.values())], cwd=place, check=True)
-        for topic, (package, texts) in TOPICS.items():
-            (archive,) = place.glob(f"{package}_*.deb")
-            subprocess.run(["dpkg-deb", "-x", archive, place / package], check=True)
-            sizes = write(topic, texts(place / package), out)
+        packages = [package for sources in topics.values() for package, _ in sources]
+        subprocess.run(["apt-get", "-q", "download", *packages], cwd=place, check=True)
+        for topic, sources in topics.items():
+            texts = []
+            for package, texts_of in sources:
+                (archive,) = place.glob(f"{package}_*.deb")
+                subprocess.run(["dpkg-deb", "-x", archive, place / package], check=True)
+                texts.append(texts_of(place / package))
+            sizes = write(topic, itertools.chain(*texts), out)
             shown = ", ".join(f"{part} {count} documents, {size / 1e6:.2f} MB" for part, (count, size) in sizes.items())
             print(f"{topic}: {shown}")
 

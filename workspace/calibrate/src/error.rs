@@ -9,6 +9,9 @@ pub enum Error {
     /// A fit of a layer that is not named yet.
     #[error("{0}")]
     Fit(&'static str),
+    /// The caller asked to stop.
+    #[error("the calibration was stopped")]
+    Stopped,
     /// The model could not be run.
     #[error(transparent)]
     Model(#[from] moh_model::Error),

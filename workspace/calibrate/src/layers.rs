@@ -1,16 +1,19 @@
 //! The calibration of a model, layer by layer.
 
-use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_kernels::router::SharedHeads;
 use moh_kernels::{Backend, DType};
 use moh_model::{BlockPass, EndsPass, LayerHeads, ModelConfig, MohConfig};
 use ndarray::Array2;
+use rayon::prelude::*;
 
-use crate::products::{CalibrationBuffers, ProductSums};
+use crate::products::{CalibrationBuffers, IsStopped, ProductSums};
+use crate::ridge::Products;
 use crate::router_fit::{RouterFit, RouterSums};
 use crate::search::{Found, LayerSample};
 use crate::selection::{Ranking, Scores};
+use crate::tokens::Part;
 use crate::{CalibrationTokens, Error, Result, matrix};
 
 mod costs;
@@ -64,8 +67,10 @@ pub struct Calibration {
     pub moh: MohConfig,
     /// Each layer, in order.
     pub layers: Vec<LayerCalibration>,
-    /// Losses on the calibration tokens.
+    /// Losses on the calibration tokens that are held out.
     pub losses: Losses,
+    /// The same of each text, if there are several; NaN of one without windows that are held out.
+    pub losses_of_texts: Vec<Losses>,
 }
 
 /// What was measured of a layer.
@@ -75,23 +80,36 @@ pub struct LayerCalibration {
     pub shared: SharedHeads,
     /// Routed heads that a token selects.
     pub top_k: usize,
-    /// |Y - F W_O^T|^2 / |Y|^2 on the calibration tokens with the old output projection.
+    /// |Y - F W_O^T|^2 / |Y|^2 on the tokens that are held out with the old output projection.
     pub error_before: f64,
     /// The same with the refitted one; `None` if none was.
     pub error: Option<f64>,
+    /// Lambda of its fit, in means of the diagonal of F^T F.
+    pub ridge: Option<f64>,
     /// The matrix of a learned router, in a layer with routed heads.
     pub router: Option<RouterFit>,
 }
 
-/// Mean cross-entropies over the calibration tokens, in nats.
+/// Mean cross-entropies over the calibration tokens that are held out, in nats.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Losses {
     /// Of the dense model.
     pub dense: f64,
-    /// Of the routing that was given, with the source's weights.
-    pub given: f64,
     /// Of the result.
     pub calibrated: f64,
+}
+
+/// Outputs of heads, and elements, that a thread takes at a time.
+const HEADS: usize = 512;
+const ELEMENTS: usize = 1 << 15;
+
+/// How a caller watches a calibration.
+pub struct Watch<'a> {
+    /// Called with the layers that are done and all, before each. With [`Shared::CalibratedTotal`] layers are measured, and
+    /// conversions compared, before; so they count several times.
+    pub progress: &'a mut dyn FnMut(usize, usize),
+    /// Asked before each pass whether the calibration stops.
+    pub is_stopped: &'a (dyn Fn() -> bool + Sync),
 }
 
 /// The source of a model's weights: writes a tensor by its name.
@@ -103,10 +121,7 @@ type OnProjection<'a, E> = &'a mut dyn FnMut(usize, &[f32]) -> Result<(), E>;
 /// Calibrates the conversion of the dense model that `config` describes, on one device.
 ///
 /// `weights` writes each tensor by its name. `refitted` is called with each layer and its new output
-/// projection, `[hidden_size, heads * head_dim]`, and `progress` with the layers that are done and all; it
-/// can stop the calibration with `ControlFlow::Break`, which gives `Ok(None)`. With
-/// [`Shared::CalibratedTotal`] layers are measured, and conversions compared, before; so they count several
-/// times, and `weights` is asked again.
+/// projection, `[hidden_size, heads * head_dim]`. The result is `None` if the calibration is stopped.
 ///
 /// # Errors
 /// Fails if `weights` or `refitted` fails, if the routing does not fit the model, if a fit is not
@@ -118,42 +133,31 @@ pub fn calibrate<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
     tokens: &CalibrationTokens,
     weights: Source<'_, E>,
     refitted: OnProjection<'_, E>,
-    progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
+    watch: Watch<'_>,
 ) -> Result<Option<Calibration>, E> {
-    let layers = config.num_hidden_layers;
     config.check_moh(&options.moh)?;
-    let mut job = Job::new(backend, config, options, tokens, weights)?;
-    let mut steps = Steps { progress, done: 0, all: layers };
-    if let Shared::CalibratedTotal(total) = options.shared
-        && job.divide(total, &mut steps)?.is_none()
-    {
-        return Ok(None);
-    }
-    let Some(found) = job.convert(refitted, &mut steps)? else { return Ok(None) };
-    let Streams { dense, given, calibrated } = std::mem::take(&mut job.streams);
-    let losses = job.losses(&[&dense, &given, &calibrated])?;
-    let losses = Losses { dense: losses[0], given: losses[1], calibrated: losses[2] };
-    let moh = MohConfig {
-        shared_heads: found.iter().map(|layer| layer.shared).collect(),
-        routed_top_k: found.iter().map(|layer| layer.top_k).collect(),
-        ..options.moh.clone()
+    let was_stopped = AtomicBool::new(false);
+    let is_stopped = || {
+        was_stopped.fetch_or((watch.is_stopped)(), Ordering::Relaxed);
+        was_stopped.load(Ordering::Relaxed)
     };
-    Ok(Some(Calibration { moh, layers: found, losses }))
+    let mut job = Job::new(backend, config, options, tokens, weights, &is_stopped)?;
+    let found = job.run(refitted, watch.progress);
+    if was_stopped.load(Ordering::Relaxed) { Ok(None) } else { found.map(Some) }
 }
 
 /// The work on layers, as a caller sees it.
 struct Steps<'p> {
-    progress: &'p mut dyn FnMut(usize, usize) -> ControlFlow<()>,
+    progress: &'p mut dyn FnMut(usize, usize),
     done: usize,
     all: usize,
 }
 
 impl Steps<'_> {
-    /// Tells of the next layer; whether the work goes on.
-    fn next(&mut self) -> bool {
-        let next = (self.progress)(self.done, self.all).is_continue();
+    /// Tells of the next layer.
+    fn next(&mut self) {
+        (self.progress)(self.done, self.all);
         self.done += 1;
-        next
     }
 }
 
@@ -173,6 +177,7 @@ struct Job<'a, B: Backend, E> {
     /// The heads of each layer that are chosen already.
     chosen: Vec<Choice>,
     streams: Streams,
+    is_stopped: IsStopped<'a>,
 }
 
 /// What is known of a layer's heads before its set is searched for.
@@ -184,12 +189,33 @@ struct Choice {
 }
 
 /// The residual streams before a layer, `[tokens, hidden_size]`.
-#[derive(Default)]
 struct Streams {
     dense: Vec<f32>,
-    /// Of the routing that was given, with the source's weights.
-    given: Vec<f32>,
     calibrated: Vec<f32>,
+}
+
+impl Streams {
+    /// Those of some passes of so many elements.
+    fn of_passes(&self, passes: &[usize], elements: usize) -> Streams {
+        let of = |stream: &[f32]| {
+            passes.iter().flat_map(|pass| &stream[pass * elements..][..elements]).copied().collect()
+        };
+        Streams { dense: of(&self.dense), calibrated: of(&self.calibrated) }
+    }
+}
+
+/// What the fits of a layer read.
+struct Measured {
+    fit: Products,
+    ridge: Products,
+    held_out: Products,
+}
+
+/// A layer with a routing.
+struct Routed {
+    measured: Measured,
+    /// The heads' outputs times their weights, 0 of heads that a token does not compute, `[tokens, heads * head_dim]`.
+    outputs: Vec<f32>,
 }
 
 impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B, E> {
@@ -199,20 +225,21 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         options: &'a CalibrationOptions,
         tokens: &'a CalibrationTokens,
         weights: Source<'a, E>,
+        is_stopped: IsStopped<'a>,
     ) -> Result<Self, E> {
-        let (batch, length) = (tokens.batch, tokens.length());
+        let (batch, length) = (tokens.passes.batch, tokens.length());
         let mut ends = EndsPass::new(backend.clone(), config, batch, length, &mut *weights)?;
         let mut dense = Vec::with_capacity(tokens.ids().len() * config.hidden_size);
-        for ids in tokens.ids().chunks_exact(tokens.pass()) {
+        for ids in tokens.ids().chunks_exact(tokens.passes.pass()) {
             dense.extend(ends.embed(ids)?);
         }
         // Before the block takes its place.
         drop(ends);
         let of_block = ModelConfig { moh: Some(options.moh.clone()), ..config.clone() };
         let CalibrationBuffers { fit, search, router } =
-            CalibrationBuffers::new(backend, config, options.moh.router, tokens.pass())
+            CalibrationBuffers::new(backend, config, options.moh.router, tokens.passes.pass())
                 .map_err(Error::from)?;
-        let sums = |buffers| ProductSums::new(backend, buffers);
+        let sums = |buffers| ProductSums::new(backend, buffers, is_stopped);
         let router = router.map(|buffers| {
             RouterSums::new(sums(buffers), config.num_attention_heads, options.moh.router)
         });
@@ -228,24 +255,52 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
             judged_sums: sums(search),
             router_sums: router,
             chosen: (0..config.num_hidden_layers).map(of_layer).collect(),
-            streams: Streams { given: dense.clone(), calibrated: dense.clone(), dense },
+            streams: Streams { calibrated: dense.clone(), dense },
+            is_stopped,
         })
     }
 
-    /// Converts the layers in order; `None` if the work is stopped.
+    fn run(
+        &mut self,
+        refitted: OnProjection<'_, E>,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Calibration, E> {
+        let mut steps = Steps { progress, done: 0, all: self.config.num_hidden_layers };
+        if let Shared::CalibratedTotal(total) = self.options.shared {
+            self.divide(total, &mut steps)?;
+        }
+        let layers = self.convert(refitted, &mut steps)?;
+        let passes: Vec<usize> = self.tokens.passes.of(Part::HeldOut).collect();
+        let elements = self.tokens.passes.pass() * self.config.hidden_size;
+        let streams = self.streams.of_passes(&passes, elements);
+        let losses = self.losses(&[&streams.dense, &streams.calibrated], &passes)?;
+        let (dense, calibrated) = (&losses[0], &losses[1]);
+        let mut losses_of_texts = Vec::new();
+        if self.tokens.num_texts() > 1 {
+            let texts = dense.of_texts().zip(calibrated.of_texts());
+            losses_of_texts.extend(texts.map(|(dense, calibrated)| Losses { dense, calibrated }));
+        }
+        let moh = MohConfig {
+            shared_heads: layers.iter().map(|layer| layer.shared).collect(),
+            routed_top_k: layers.iter().map(|layer| layer.top_k).collect(),
+            ..self.options.moh.clone()
+        };
+        let losses = Losses { dense: dense.mean(), calibrated: calibrated.mean() };
+        Ok(Calibration { moh, layers, losses, losses_of_texts })
+    }
+
+    /// Converts the layers in order.
     fn convert(
         &mut self,
         refitted: OnProjection<'_, E>,
         steps: &mut Steps<'_>,
-    ) -> Result<Option<Vec<LayerCalibration>>, E> {
+    ) -> Result<Vec<LayerCalibration>, E> {
         let mut found = Vec::new();
         for layer in 0..self.config.num_hidden_layers {
-            if !steps.next() {
-                return Ok(None);
-            }
+            steps.next();
             found.push(self.layer(layer, refitted)?);
         }
-        Ok(Some(found))
+        Ok(found)
     }
 
     /// Chooses the shared heads of a layer, refits its output projection, and moves the residual streams
@@ -259,17 +314,14 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         let router = self.fit_router(layer, &old)?;
         let in_layer = |error: Error| error.in_layer(layer);
         let moh = self.choose(layer, &old).map_err(in_layer)?;
-        let products = self.measure(layer, &moh)?;
+        let Routed { measured, outputs } = self.measure(&moh, true).map_err(in_layer)?;
         let old = matrix::<f64>(&old, self.config.query_width());
-        let error_before = products.error(old.view());
-        let fitted = self.refit(layer, &products, old.view(), router.as_ref())?;
-        if let Some((new, _)) = &fitted {
-            refitted(layer, new)?;
+        let error_before = measured.held_out.error(old.view());
+        let refit = self.refit(layer, measured, old.view(), router.as_ref())?;
+        if let Some(refit) = &refit {
+            refitted(layer, &refit.projection)?;
         }
-        let elements = self.tokens.pass() * self.config.hidden_size;
-        for x in self.streams.calibrated.chunks_exact_mut(elements) {
-            x.copy_from_slice(&self.block.forward(x, Some(moh.clone()))?.output);
-        }
+        self.advance(&outputs)?;
         let heads = moh.layer(0);
         let routes = heads.shared.len() < self.config.num_attention_heads;
         let router = router.filter(|_| routes);
@@ -277,24 +329,50 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
             shared: heads.shared,
             top_k: heads.top_k,
             error_before,
-            error: fitted.map(|(_, error)| error),
+            error: refit.as_ref().map(|refit| refit.error),
+            ridge: refit.as_ref().map(|refit| refit.ridge),
             router,
         })
     }
 
-    /// The products of the fit of a layer with this routing, and the other streams behind the layer.
-    fn measure(&mut self, layer: usize, moh: &MohConfig) -> Result<crate::ridge::Products, E> {
-        let given = self.options.moh.of_layer_alone(layer);
-        let elements = self.tokens.pass() * self.config.hidden_size;
-        let Streams { dense, given: of_given, calibrated } = &mut self.streams;
-        let streams = dense.chunks_exact_mut(elements).zip(of_given.chunks_exact_mut(elements));
-        for ((dense, of_given), x) in streams.zip(calibrated.chunks_exact(elements)) {
-            let after = self.block.forward(dense, None)?;
-            dense.copy_from_slice(&after.output);
-            of_given.copy_from_slice(&self.block.forward(of_given, Some(given.clone()))?.output);
-            add_pass(self.config, &mut self.block, &mut self.sums, moh, x, &after.after_attention)?;
+    /// What the fits of a layer with this routing read; `moves` is whether the dense model's residual stream moves
+    /// behind the layer.
+    fn measure(&mut self, moh: &MohConfig, moves: bool) -> Result<Routed> {
+        let (passes, inputs) = (&self.tokens.passes, self.config.query_width());
+        let mut outputs = vec![0f32; passes.tokens() * inputs];
+        let mut of_part = |part| {
+            for pass in passes.of(part) {
+                let stream = passes.elements(pass, self.config.hidden_size);
+                let dense = &mut self.streams.dense[stream.clone()];
+                let after = self.block.forward(dense, None)?;
+                if moves {
+                    dense.copy_from_slice(&after.output);
+                }
+                let x = &self.streams.calibrated[stream];
+                let of_pass = &mut outputs[passes.elements(pass, inputs)];
+                attend(&mut self.block, self.config.head_dim, moh, x, of_pass)?;
+                self.sums.add(of_pass, &difference(&after.after_attention, x))?;
+            }
+            let products = self.sums.take();
+            products.check()?;
+            Ok::<_, Error>(products)
+        };
+        let [fit, ridge, held_out] =
+            [of_part(Part::Fit)?, of_part(Part::Ridge)?, of_part(Part::HeldOut)?];
+        Ok(Routed { measured: Measured { fit, ridge, held_out }, outputs })
+    }
+
+    /// Moves the converted model's residual stream behind the layer that the block has, by its heads' outputs.
+    fn advance(&mut self, outputs: &[f32]) -> Result<()> {
+        let pass = self.tokens.passes.pass();
+        let streams = self.streams.calibrated.chunks_exact_mut(pass * self.config.hidden_size);
+        for (x, outputs) in streams.zip(outputs.chunks_exact(pass * self.config.query_width())) {
+            if (self.is_stopped)() {
+                return Err(Error::Stopped);
+            }
+            x.copy_from_slice(&self.block.after_attention(x, outputs)?.output);
         }
-        Ok(self.sums.take())
+        Ok(())
     }
 
     /// The routing of a layer, as that of a model of one layer.
@@ -330,53 +408,72 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
     fn sample(&mut self, projection: &[f32]) -> Result<LayerSample> {
         let ranking = Ranking::new(self.options.moh.router, self.config);
         let (inputs, width) = (self.config.query_width(), self.config.hidden_size);
-        let elements = self.tokens.pass() * width;
         let mut scores = Scores::new(ranking);
         let (mut outputs, mut targets) = (Vec::new(), Vec::new());
-        let passes = self.streams.dense.chunks_exact(elements);
-        for x in passes.take(self.tokens.search_passes(inputs)) {
+        for pass in self.tokens.search_passes(inputs) {
+            let x = &self.streams.dense[self.tokens.passes.elements(pass, width)];
             let queries = self.block.project(x)?;
             match self.options.moh.router.has_matrices() {
                 true => scores.add_logits(&self.block.logits()?),
                 false => scores.add(&queries, self.config.head_dim),
             }
-            outputs.extend(self.block.attend()?);
-            let after = self.block.forward(x, None)?.after_attention;
-            targets.extend(after.iter().zip(x).map(|(after, before)| after - before));
+            let of_pass = self.block.attend()?;
+            let after = self.block.after_attention(x, &of_pass)?.after_attention;
+            targets.extend(difference(&after, x));
+            outputs.extend(of_pass);
         }
         let weight = matrix(projection, inputs);
         let targets: Array2<f32> = matrix(&targets, width);
-        let pass = self.tokens.pass();
+        let pass = self.tokens.passes.pass();
         Ok(LayerSample::new(scores, ranking, outputs, targets.view(), weight, pass))
     }
 
-    /// The mean cross-entropies by residual streams behind the last layer, of the first tokens.
-    fn losses(&mut self, streams: &[&[f32]]) -> Result<Vec<f64>, E> {
-        let (batch, length) = (self.tokens.batch, self.tokens.length());
+    /// The cross-entropies by residual streams behind the last layer, each of these passes.
+    fn losses(&mut self, streams: &[&[f32]], passes: &[usize]) -> Result<Vec<LossSums>, E> {
+        let (batch, length) = self.tokens.passes.shape();
         let mut ends =
             EndsPass::new(self.backend.clone(), self.config, batch, length, &mut *self.weights)?;
-        let (pass, width) = (self.tokens.pass(), self.config.hidden_size);
-        let mean = |stream: &&[f32]| {
-            let passes = stream.chunks_exact(pass * width);
-            let mut sum = 0.0;
-            for (x, ids) in passes.zip(self.tokens.ids().chunks_exact(pass)) {
-                sum += ends.cross_entropy(x, &EndsPass::<B>::targets(ids, length))?;
+        let elements = self.tokens.passes.pass() * self.config.hidden_size;
+        let of_stream = |stream: &&[f32]| {
+            let mut sums = LossSums(vec![(0.0, 0); self.tokens.num_texts()]);
+            for (x, &pass) in stream.chunks_exact(elements).zip(passes) {
+                for (text, sum) in sums.0.iter_mut().enumerate() {
+                    let (targets, number) = self.tokens.targets(pass, text);
+                    if number > 0 {
+                        sum.0 += ends.cross_entropy(x, &targets)?;
+                        sum.1 += number;
+                    }
+                }
             }
-            Ok::<_, E>(sum / (stream.len() / width / length * (length - 1)) as f64)
+            Ok(sums)
         };
-        streams.iter().map(mean).collect()
+        streams.iter().map(of_stream).collect()
     }
 }
 
-/// Adds a pass to the sums of the fit of a layer with this routing: the residual stream `x` before it, and the
-/// dense model's one after attention.
-fn add_pass<B: Backend>(
-    config: &ModelConfig,
+/// The sum of cross-entropies of each text, and the number of tokens that it is of.
+struct LossSums(Vec<(f64, usize)>);
+
+impl LossSums {
+    /// Of all texts.
+    fn mean(&self) -> f64 {
+        let (sums, numbers): (Vec<f64>, Vec<usize>) = self.0.iter().copied().unzip();
+        sums.iter().sum::<f64>() / numbers.iter().sum::<usize>() as f64
+    }
+
+    fn of_texts(&self) -> impl Iterator<Item = f64> {
+        self.0.iter().map(|&(sum, number)| sum / number as f64)
+    }
+}
+
+/// The heads' outputs of a layer with this routing for the residual stream `x`, times their weights, 0 of heads that a
+/// token does not compute.
+fn attend<B: Backend>(
     block: &mut BlockPass<B>,
-    sums: &mut ProductSums<'_, B>,
+    head_dim: usize,
     moh: &MohConfig,
     x: &[f32],
-    after_attention: &[f32],
+    outputs: &mut [f32],
 ) -> Result<()> {
     block.project(x)?;
     let active = block.select(moh.clone())?;
@@ -384,14 +481,16 @@ fn add_pass<B: Backend>(
         Some(weights) => weights,
         None => active.into_iter().map(f32::from).collect(),
     };
-    let mut outputs = block.attend()?;
-    for (output, weight) in outputs.chunks_exact_mut(config.head_dim).zip(weights) {
-        match weight {
-            0.0 => output.fill(0.0),
-            _ => output.iter_mut().for_each(|value| *value *= weight),
-        }
-    }
-    let targets: Vec<f32> =
-        after_attention.iter().zip(x).map(|(after, before)| after - before).collect();
-    sums.add(&outputs, &targets)
+    outputs.copy_from_slice(&block.attend()?);
+    let heads = outputs.par_chunks_exact_mut(head_dim).zip(weights);
+    heads.with_min_len(HEADS).for_each(|(output, weight)| match weight {
+        0.0 => output.fill(0.0),
+        1.0 => {}
+        _ => output.iter_mut().for_each(|value| *value *= weight),
+    });
+    Ok(())
+}
+
+fn difference(a: &[f32], b: &[f32]) -> Vec<f32> {
+    a.par_iter().zip(b).with_min_len(ELEMENTS).map(|(a, b)| a - b).collect()
 }

@@ -17,13 +17,13 @@ mod tokens;
 
 pub use error::{Error, Result};
 pub use layers::{
-    Calibration, CalibrationOptions, Division, LayerCalibration, Losses, Shared, calibrate,
+    Calibration, CalibrationOptions, Division, LayerCalibration, Losses, Shared, Watch, calibrate,
 };
 pub use products::CalibrationBuffers;
 pub use router_fit::RouterFit;
-pub use tokens::CalibrationTokens;
+pub use tokens::{CalibrationPasses, CalibrationTokens};
 
-/// Lambda of the fits, in means of the diagonal of F^T F.
+/// Lambda of a router's fit, in means of the diagonal of F^T F.
 pub(crate) const RIDGE: f64 = 1e-3;
 
 pub(crate) fn matrix<V: From<f32>>(values: &[f32], columns: usize) -> ndarray::Array2<V> {

@@ -6,9 +6,9 @@ use moh_model::{ModelConfig, RouterKind};
 use ndarray::Array2;
 use rayon::prelude::*;
 
-use crate::Result;
 use crate::ridge::Products;
 use crate::search::judged_outputs;
+use crate::{Error, Result};
 
 /// The operands and products of a pass on the device, of `n` inputs and `m` targets.
 pub(crate) struct ProductBuffers<M: Memory> {
@@ -68,17 +68,25 @@ pub(crate) struct ProductSums<'a, B: Backend> {
     buffers: ProductBuffers<B>,
     /// A product of a pass, on the host.
     host: Vec<f32>,
+    is_stopped: IsStopped<'a>,
 }
 
+/// Whether the caller asks to stop.
+pub(crate) type IsStopped<'a> = &'a (dyn Fn() -> bool + Sync);
+
 impl<'a, B: Backend> ProductSums<'a, B> {
-    pub fn new(backend: &'a B, buffers: ProductBuffers<B>) -> Self {
+    pub fn new(backend: &'a B, buffers: ProductBuffers<B>, is_stopped: IsStopped<'a>) -> Self {
         let (n, m) = (buffers.n, buffers.m);
         let (sums, host) = (Products::zeros(n, m), vec![0.0; n.max(m) * n]);
-        ProductSums { backend, sums, buffers, host }
+        ProductSums { backend, sums, buffers, host, is_stopped }
     }
 
-    /// Adds the inputs `[tokens, n]` and targets `[tokens, m]` of a pass.
+    /// Adds the inputs `[tokens, n]` and targets `[tokens, m]` of a pass, or fails if the caller asks to stop: most of a
+    /// calibration's time is between two of these.
     pub fn add(&mut self, inputs: &[f32], targets: &[f32]) -> Result<()> {
+        if (self.is_stopped)() {
+            return Err(Error::Stopped);
+        }
         let buffers = &mut self.buffers;
         self.backend.upload(inputs, B::whole_mut(&mut buffers.inputs))?;
         self.backend.upload(targets, B::whole_mut(&mut buffers.targets))?;

@@ -29,14 +29,8 @@ pub struct Products {
     pub target: f64,
 }
 
-/// A least-squares fit.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Fit {
-    /// W, `[m, n]`.
-    pub weight: Array2<f64>,
-    /// |Y - F W^T|^2 / |Y|^2.
-    pub error: f64,
-}
+/// The ridges of which [`Products::best_ridge`] chooses, by which error grows where it is too small.
+const RIDGES: [f64; 5] = [10.0, 1.0, 0.1, 0.01, 0.001];
 
 impl Products {
     pub fn zeros(n: usize, m: usize) -> Self {
@@ -60,12 +54,43 @@ impl Products {
         if self.target > 0.0 { residual.max(0.0) / self.target } else { 0.0 }
     }
 
-    /// The fit nearest to W0, `start` `[m, n]`; lambda is `ridge` times the mean of the diagonal of F^T F.
+    /// The sums over the tokens of both.
+    pub fn and(mut self, other: &Products) -> Self {
+        self.gram += &other.gram;
+        self.cross += &other.cross;
+        self.target += other.target;
+        self
+    }
+
+    /// Fails if a product is not finite.
+    pub fn check(&self) -> Result<()> {
+        let is_finite = |values: &Array2<f64>| values.iter().all(|value| value.is_finite());
+        match is_finite(&self.gram) && is_finite(&self.cross) && self.target.is_finite() {
+            true => Ok(()),
+            false => Err(Error::NOT_FINITE),
+        }
+    }
+
+    /// The ridge whose fit leaves the least error of `others`, tokens that are not fitted to: from the largest one on,
+    /// until the error grows.
+    pub fn best_ridge(&self, start: ArrayView2<'_, f64>, others: &Products) -> Result<f64> {
+        let (mut least, mut best) = (f64::INFINITY, RIDGES[0]);
+        for ridge in RIDGES {
+            let error = others.error(self.fit(start, ridge)?.view());
+            if error >= least {
+                break;
+            }
+            (least, best) = (error, ridge);
+        }
+        Ok(best)
+    }
+
+    /// The fit W, `[m, n]`, nearest to W0, `start` `[m, n]`; lambda is `ridge` times the mean of the diagonal of F^T F.
     ///
     /// # Errors
     /// Fails if a product is not finite, and if F^T F + lambda I is not
     /// positive definite.
-    pub fn fit(&self, start: ArrayView2<'_, f64>, ridge: f64) -> Result<Fit> {
+    pub fn fit(&self, start: ArrayView2<'_, f64>, ridge: f64) -> Result<Array2<f64>> {
         let factor = self.factor(ridge)?;
         let mut weight = self.cross.clone();
         self.rows(&mut weight, start, |mut rows, start| {
@@ -73,8 +98,7 @@ impl Products {
             solve_backwards(factor.view(), rows.view_mut());
             rows += &start;
         });
-        let error = self.error(weight.view());
-        Ok(Fit { weight, error })
+        Ok(weight)
     }
 
     /// (|Y - F W^T|^2 + lambda |W - W0|^2) / |Y|^2 of [`Self::fit`], without W: half of its work; 0 where Y is zero.
@@ -94,10 +118,7 @@ impl Products {
 
     /// The factor of F^T F + lambda I, in the lower triangle.
     fn factor(&self, ridge: f64) -> Result<Array2<f64>> {
-        let is_finite = |values: &Array2<f64>| values.iter().all(|value| value.is_finite());
-        if !(is_finite(&self.gram) && is_finite(&self.cross) && self.target.is_finite()) {
-            return Err(Error::NOT_FINITE);
-        }
+        self.check()?;
         let mut factor = self.gram.clone();
         let lambda = ridge * factor.diag().mean().unwrap_or(0.0);
         factor.diag_mut().iter_mut().for_each(|diagonal| *diagonal += lambda);
@@ -241,14 +262,14 @@ mod tests {
             let fit = products.fit(start.view(), 1e-2).unwrap();
             // Of half of |Y - F W^T|^2 + lambda |W - W0|^2, with respect to W.
             let lambda = 1e-2 * products.gram.diag().mean().unwrap();
-            let gradient = fit.weight.dot(&products.gram) - &products.cross
-                + (&fit.weight - &start) * lambda;
+            let gradient = fit.dot(&products.gram) - &products.cross + (&fit - &start) * lambda;
             let largest = gradient.iter().fold(0f64, |most, value| most.max(value.abs()));
             prop_assert!(largest < 1e-8 * (n + more) as f64, "{largest}");
-            let residual = &targets - &inputs.dot(&fit.weight.t());
+            let residual = &targets - &inputs.dot(&fit.t());
             let expected = residual.iter().map(|r| r * r).sum::<f64>() / products.target;
-            prop_assert!((fit.error - expected).abs() < 1e-9, "{} {expected}", fit.error);
-            let change = &fit.weight - &start;
+            let error = products.error(fit.view());
+            prop_assert!((error - expected).abs() < 1e-9, "{error} {expected}");
+            let change = &fit - &start;
             let penalty = lambda * change.iter().map(|c| c * c).sum::<f64>();
             let least = products.least(start.view(), 1e-2).unwrap();
             let expected = expected + penalty / products.target;
@@ -262,11 +283,47 @@ mod tests {
         let (inputs, map) = (random(&mut rng, 300, 70), random(&mut rng, 20, 70));
         let products = products(&inputs, &inputs.dot(&map.t()));
         let found = products.fit(Array2::zeros((20, 70)).view(), 1e-12).unwrap();
-        assert!(found.error < 1e-12 && (&found.weight - &map).iter().all(|d| d.abs() < 1e-6));
+        assert!(products.error(found.view()) < 1e-12);
+        assert!((&found - &map).iter().all(|d| d.abs() < 1e-6));
         // A large ridge keeps the start.
         let start = random(&mut rng, 20, 70);
         let kept = products.fit(start.view(), 1e9).unwrap();
-        assert!((&kept.weight - &start).iter().all(|d| d.abs() < 1e-6));
+        assert!((&kept - &start).iter().all(|d| d.abs() < 1e-6));
+    }
+
+    #[test]
+    fn the_best_ridge_has_the_least_error_of_other_tokens() {
+        let mut rng = StdRng::seed_from_u64(6);
+        let (start, map) = (random(&mut rng, 30, 60), random(&mut rng, 30, 60));
+        let mut tokens = |tokens: usize, noise: f64| {
+            let inputs = random(&mut rng, tokens, 60);
+            let noise = random(&mut rng, tokens, 30) * noise;
+            products(&inputs, &(inputs.dot(&(&start + &map * 0.1).t()) + noise))
+        };
+        let others = tokens(500, 1.0);
+        let mut chosen = Vec::new();
+        for fitted in [tokens(80, 4.0), tokens(80, 1.0), tokens(4000, 0.1)] {
+            let best = fitted.best_ridge(start.view(), &others).unwrap();
+            let error = |ridge| others.error(fitted.fit(start.view(), ridge).unwrap().view());
+            assert!(RIDGES.iter().all(|&ridge| error(best) <= error(ridge)), "{best}");
+            chosen.push(best);
+        }
+        // Noise needs a larger one.
+        assert!(chosen[0] > chosen[2] && chosen.is_sorted_by(|a, b| a >= b), "{chosen:?}");
+    }
+
+    #[test]
+    fn sums_over_both_are_those_of_all_tokens() {
+        let mut rng = StdRng::seed_from_u64(7);
+        let (inputs, targets) = (random(&mut rng, 50, 4), random(&mut rng, 50, 3));
+        let rows = |matrix: &Array2<f64>, rows| matrix.slice(s![rows, ..]).to_owned();
+        let part =
+            |from: usize, to: usize| products(&rows(&inputs, from..to), &rows(&targets, from..to));
+        let both = part(0, 20).and(&part(20, 50));
+        let all = products(&inputs, &targets);
+        assert!((&both.gram - &all.gram).iter().all(|d| d.abs() < 1e-12));
+        assert!((&both.cross - &all.cross).iter().all(|d| d.abs() < 1e-12));
+        assert!((both.target - all.target).abs() < 1e-12);
     }
 
     #[test]

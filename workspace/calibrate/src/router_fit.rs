@@ -28,7 +28,7 @@ pub struct RouterFit {
     /// `self_attn.router.weight`, `[heads, hidden_size]`.
     pub rows: Vec<f32>,
     /// The share of the targets' variance over the heads of a token that the logits explain, on the
-    /// calibration tokens.
+    /// tokens that they are fitted to.
     pub explained: f64,
 }
 
@@ -72,8 +72,8 @@ fn fit(products: &Products, tokens: usize, spread: f64) -> Result<RouterFit> {
     let variance = products.target / (tokens * heads.saturating_sub(1)).max(1) as f64;
     // Heads that contribute alike have nothing that logits could tell.
     let scale = if variance > 0.0 { spread / variance.sqrt() } else { 0.0 };
-    let rows = fit.weight.iter().map(|&weight| (weight * scale) as f32).collect();
-    Ok(RouterFit { rows, explained: 1.0 - fit.error })
+    let rows = fit.iter().map(|&weight| (weight * scale) as f32).collect();
+    Ok(RouterFit { rows, explained: 1.0 - products.error(fit.view()) })
 }
 
 /// |W_h o_h| of each head h of each token, `[tokens, heads]`: of the outputs o, `[tokens, heads * head_dim]`,
@@ -158,7 +158,7 @@ mod tests {
     }
 
     fn sums(tokens: usize, width: usize, heads: usize) -> ProductSums<'static, Cpu> {
-        ProductSums::new(&Cpu, ProductBuffers::new(&Cpu, tokens, width, heads).unwrap())
+        ProductSums::new(&Cpu, ProductBuffers::new(&Cpu, tokens, width, heads).unwrap(), &|| false)
     }
 
     #[test]

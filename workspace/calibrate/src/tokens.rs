@@ -1,25 +1,129 @@
 //! The tokens that heads are measured on.
 
-use moh_model::{ModelConfig, windows_of_pass};
+use std::ops::Range;
+
+use moh_kernels::cross_entropy::IGNORED;
+use moh_model::{ModelConfig, most_windows};
 
 use crate::{Error, Result};
+
+/// Passes of which each part has its places, again and again.
+const CYCLE: usize = 9;
+/// The place of a cycle that is held out, and the one that chooses the ridge.
+const HELD_OUT: usize = 4;
+const RIDGE: usize = 8;
+
+/// What the tokens of a pass are for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// Fits.
+    Fit,
+    /// The choice of each layer's ridge, and then its fit too.
+    Ridge,
+    /// Losses and errors: of tokens that nothing is fitted to.
+    HeldOut,
+}
+
+/// The passes over the windows of a calibration. Of nine passes one is held out, one chooses the ridge of the fits, and
+/// all but the former are fitted to; of fewer the last two.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CalibrationPasses {
+    length: usize,
+    /// Windows of a pass.
+    pub(crate) batch: usize,
+    number: usize,
+}
+
+impl CalibrationPasses {
+    /// Over so many windows of `length` tokens; those after the last whole pass are left out.
+    pub fn new(windows: usize, length: usize) -> Self {
+        let batch = most_windows(length).min(windows / CYCLE).max(1);
+        CalibrationPasses { length, batch, number: windows / batch }
+    }
+
+    /// Windows of a pass, and tokens of a window.
+    pub fn shape(&self) -> (usize, usize) {
+        (self.batch, self.length)
+    }
+
+    /// Tokens of all passes.
+    pub fn tokens(&self) -> usize {
+        self.number * self.pass()
+    }
+
+    /// Tokens on which sets of heads are searched in a layer of `width` query columns, where about `search_tokens` are
+    /// asked for.
+    pub fn searched(&self, search_tokens: usize, width: usize) -> usize {
+        self.number_searched(search_tokens, width) * self.pass()
+    }
+
+    /// Tokens of a pass.
+    pub(crate) fn pass(&self) -> usize {
+        self.batch * self.length
+    }
+
+    /// The elements of a pass in a table with `width` columns and a row for each token.
+    pub(crate) fn elements(&self, pass: usize, width: usize) -> Range<usize> {
+        pass * self.pass() * width..(pass + 1) * self.pass() * width
+    }
+
+    /// The places in a cycle of the passes that are held out, and that choose the ridge.
+    fn places(&self) -> (usize, usize) {
+        match self.number < CYCLE {
+            true => (self.number.saturating_sub(1), self.number.saturating_sub(2)),
+            false => (HELD_OUT, RIDGE),
+        }
+    }
+
+    /// The number of passes that are held out.
+    pub(crate) fn held_out(&self) -> usize {
+        (self.number + CYCLE - 1 - self.places().0) / CYCLE
+    }
+
+    fn number_searched(&self, search_tokens: usize, width: usize) -> usize {
+        let choose_ridge = (self.number + CYCLE - 1 - self.places().1) / CYCLE;
+        let all = self.number.saturating_sub(self.held_out() + choose_ridge);
+        search_tokens.max(width).div_ceil(self.pass().max(1)).min(all)
+    }
+
+    pub(crate) fn of(&self, part: Part) -> impl Iterator<Item = usize> + use<> {
+        let (held_out, ridge) = self.places();
+        (0..self.number).filter(move |pass| match pass % CYCLE {
+            place if place == held_out => part == Part::HeldOut,
+            place if place == ridge => part == Part::Ridge,
+            _ => part == Part::Fit,
+        })
+    }
+
+    /// The passes that are fitted to.
+    pub(crate) fn fitted(&self) -> impl Iterator<Item = usize> + use<> {
+        self.of(Part::Fit).chain(self.of(Part::Ridge))
+    }
+}
 
 /// Windows of equal length, one after another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CalibrationTokens {
     ids: Vec<u32>,
-    length: usize,
-    /// Windows of a pass, which divide all windows.
-    pub(crate) batch: usize,
+    /// The text of each window, by its number; empty if there is one text.
+    texts: Vec<usize>,
+    search_tokens: usize,
+    pub(crate) passes: CalibrationPasses,
 }
 
 impl CalibrationTokens {
-    /// Windows of `length` tokens for the model that `config` describes; ids after the last whole window
-    /// are left out.
+    /// Windows of `length` tokens for the model that `config` describes, of which sets of heads are searched on about
+    /// `search_tokens`; ids after the last whole pass are left out.
     ///
     /// # Errors
-    /// Fails for a length that the model does not support, and for fewer tokens than the width of all query heads.
-    pub fn new(mut ids: Vec<u32>, length: usize, config: &ModelConfig) -> Result<Self> {
+    /// Fails for a length that the model does not support, for fewer than three windows, and where fewer tokens are
+    /// fitted to than the width of all query heads.
+    pub fn new(
+        mut ids: Vec<u32>,
+        length: usize,
+        search_tokens: usize,
+        config: &ModelConfig,
+    ) -> Result<Self> {
         let context = config.max_position_embeddings;
         if !(2..=context).contains(&length) {
             return Err(Error::Invalid(format!(
@@ -27,15 +131,49 @@ impl CalibrationTokens {
             )));
         }
         let windows = ids.len() / length;
-        ids.truncate(windows * length);
-        let (tokens, width) = (ids.len(), config.query_width());
-        if tokens < width {
+        if windows < 3 {
             return Err(Error::Invalid(format!(
-                "{tokens} calibration tokens: a fit of {width} inputs, the width of all query heads, needs at least \
-                 as many: give more text, or more --calibration-tokens"
+                "{} calibration tokens make {windows} windows of {length}, and there must be 3, of which one is held \
+                 out: give more text, more --calibration-tokens, or a shorter --calibration-length",
+                ids.len()
             )));
         }
-        Ok(CalibrationTokens { ids, length, batch: windows_of_pass(windows, length) })
+        let passes = CalibrationPasses::new(windows, length);
+        let (fitted, width) = (passes.fitted().count() * passes.pass(), config.query_width());
+        if fitted < width {
+            return Err(Error::Invalid(format!(
+                "{fitted} of {} calibration tokens are fitted to: a fit of {width} inputs, the width of all query \
+                 heads, needs at least as many: give more text, or more --calibration-tokens",
+                passes.tokens()
+            )));
+        }
+        ids.truncate(passes.tokens());
+        Ok(CalibrationTokens { ids, texts: Vec::new(), search_tokens, passes })
+    }
+
+    /// The same windows, of several texts: `texts` has the number of each window's, of which losses are told too.
+    pub fn of_texts(self, texts: Vec<usize>) -> Self {
+        CalibrationTokens { texts, ..self }
+    }
+
+    /// The number of texts, at least one.
+    pub(crate) fn num_texts(&self) -> usize {
+        self.texts.iter().max().map_or(1, |last| last + 1)
+    }
+
+    /// The targets of a pass that are of one text, and their number: the token after each one of a window, none of the
+    /// last.
+    pub(crate) fn targets(&self, pass: usize, text: usize) -> (Vec<u32>, usize) {
+        let length = self.length();
+        let first = pass * self.passes.batch;
+        let mut targets = Vec::with_capacity(self.passes.pass());
+        for (window, ids) in (first..).zip(self.ids_of(pass).chunks_exact(length)) {
+            let own = self.texts.get(window).is_none_or(|&of| of == text);
+            targets.extend(ids[1..].iter().map(|&id| if own { id } else { IGNORED }));
+            targets.push(IGNORED);
+        }
+        let number = targets.iter().filter(|&&target| target != IGNORED).count();
+        (targets, number)
     }
 
     /// The ids of all windows.
@@ -43,19 +181,31 @@ impl CalibrationTokens {
         &self.ids
     }
 
+    /// The ids of the windows that losses are of.
+    pub fn held_out(&self) -> Vec<u32> {
+        self.passes.of(Part::HeldOut).flat_map(|pass| self.ids_of(pass)).copied().collect()
+    }
+
     /// Tokens of a window.
     pub fn length(&self) -> usize {
-        self.length
+        self.passes.length
     }
 
-    pub(crate) fn pass(&self) -> usize {
-        self.batch * self.length
+    /// Tokens on which sets of heads are searched.
+    pub fn search_tokens(&self) -> usize {
+        self.search_tokens
     }
 
-    /// The passes over the first half of the windows, or over more where `width` needs more tokens.
-    pub(crate) fn search_passes(&self, width: usize) -> usize {
-        let all = self.ids.len() / self.pass();
-        all.div_ceil(2).max(width.div_ceil(self.pass())).min(all)
+    /// The ids of a pass.
+    pub(crate) fn ids_of(&self, pass: usize) -> &[u32] {
+        &self.ids[pass * self.passes.pass()..][..self.passes.pass()]
+    }
+
+    /// The passes on which sets of heads are searched, spread over those of fits: at least `width` tokens.
+    pub(crate) fn search_passes(&self, width: usize) -> Vec<usize> {
+        let all: Vec<usize> = self.passes.of(Part::Fit).collect();
+        let number = self.passes.number_searched(self.search_tokens, width);
+        (0..number).map(|i| all[i * all.len() / number]).collect()
     }
 }
 
@@ -72,20 +222,54 @@ mod tests {
     }
 
     #[test]
-    fn passes_have_equally_many_whole_windows() {
-        let tokens = CalibrationTokens::new(vec![1; 100], 16, &config()).unwrap();
-        assert_eq!((tokens.ids().len(), tokens.batch, tokens.pass()), (96, 6, 96));
-        let many = CalibrationTokens::new(vec![1; 64 * 130], 64, &config()).unwrap();
-        assert_eq!((many.batch, many.search_passes(32)), (26, 3));
-        assert_eq!(many.search_passes(64 * 130), 5);
+    fn each_pass_has_a_part() {
+        for (windows, length, expected) in [
+            (3, 16, "frh"),
+            (7, 16, "fffffrh"),
+            (9, 16, "ffffhfffr"),
+            (29, 16, "ffffhfffr"),
+            (64 * 26, 64, "ffffhfffrffffhfffrffffhfff"),
+        ] {
+            let passes = CalibrationPasses::new(windows, length);
+            let mut parts = vec![' '; passes.number];
+            for (part, name) in [(Part::Fit, 'f'), (Part::Ridge, 'r'), (Part::HeldOut, 'h')] {
+                passes.of(part).for_each(|pass| parts[pass] = name);
+            }
+            assert_eq!(parts.iter().collect::<String>(), expected);
+            assert!(passes.pass() <= 4096 && passes.tokens() <= windows * length);
+        }
+        for windows in 0..100 {
+            let passes = CalibrationPasses::new(windows, 1024);
+            assert_eq!(passes.held_out(), passes.of(Part::HeldOut).count());
+            assert_eq!(
+                passes.searched(usize::MAX, 1),
+                passes.of(Part::Fit).count() * passes.pass()
+            );
+        }
+    }
+
+    #[test]
+    fn searches_have_passes_all_over_those_of_fits() {
+        let search = |search_tokens, width| {
+            let ids = vec![1; 64 * 64 * 26];
+            let tokens = CalibrationTokens::new(ids, 64, search_tokens, &config()).unwrap();
+            tokens.search_passes(width)
+        };
+        assert_eq!(search(128, 32), [0]);
+        assert_eq!(search(128, 64 * 64 * 3), [0, 9, 18]);
+        assert_eq!(search(64 * 64 * 2, 32), [0, 12]);
+        assert_eq!(search(usize::MAX, 32).len(), 21);
     }
 
     #[test]
     fn too_few_tokens_and_other_lengths_are_refused() {
         let refused = |ids, length| {
-            CalibrationTokens::new(vec![1; ids], length, &config()).unwrap_err().to_string()
+            CalibrationTokens::new(vec![1; ids], length, 128, &config()).unwrap_err().to_string()
         };
-        assert!(refused(40, 30).starts_with("30 calibration tokens: a fit of 32 inputs"));
+        assert!(refused(40, 15).starts_with("40 calibration tokens make 2 windows of 15"));
+        assert!(
+            refused(45, 15).starts_with("30 of 45 calibration tokens are fitted to: a fit of 32")
+        );
         assert!(refused(40, 1).starts_with("windows of 1 tokens: must be 2 to 64"));
         assert!(refused(400, 65).starts_with("windows of 65 tokens: must be 2 to 64"));
     }

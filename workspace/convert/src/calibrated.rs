@@ -3,10 +3,10 @@
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use moh_calibrate::{Calibration, CalibrationOptions, CalibrationTokens, calibrate};
+use moh_calibrate::{Calibration, CalibrationOptions, CalibrationTokens, Watch, calibrate};
 use moh_checkpoint::run_log::CalibratedLayer;
 use moh_kernels::open_device::{OnDevice, OpenDevice};
 use moh_kernels::{Backend, DType};
@@ -25,8 +25,9 @@ use crate::source::Source;
 pub struct Calibrated {
     calibration: Calibration,
     /// Where the calibration tokens come from.
-    text: String,
+    texts: Vec<String>,
     tokens: usize,
+    held_out_tokens: usize,
     /// The output projections, in f32, layer after layer; `None` if they stay the source's.
     projections: Option<Projections>,
 }
@@ -44,14 +45,14 @@ struct Projections {
 /// What a calibration chose, in a receipt.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CalibrationReceipt {
-    /// The token file or the text.
-    pub text: String,
+    /// The token files or texts.
+    pub texts: Vec<TextReceipt>,
     /// Calibration tokens.
     pub tokens: usize,
-    /// Mean cross-entropy over them, in nats: of the dense model,
+    /// Those of them that nothing was fitted to.
+    pub held_out_tokens: usize,
+    /// Mean cross-entropy over these, in nats: of the dense model,
     pub loss_dense: f64,
-    /// of the same numbers of heads, the given ones shared, with the source's weights,
-    pub loss_given: f64,
     /// and of the output.
     pub loss: f64,
     /// Whether the output projections are refitted.
@@ -60,17 +61,31 @@ pub struct CalibrationReceipt {
     pub layers: Vec<CalibratedLayer>,
 }
 
+/// A text of a calibration, in a receipt.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct TextReceipt {
+    /// The token file or the text.
+    pub text: String,
+    /// Mean cross-entropy over its held-out tokens, in nats, if there are several texts: of the dense model,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss_dense: Option<f64>,
+    /// and of the output.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss: Option<f64>,
+}
+
 impl Calibrated {
     /// Measures the source of a conversion on a device, with its weights in the output's element type. What is fitted is
-    /// stored in this type too, unless `calibration` says otherwise. `text` is what a receipt calls the tokens; `progress`
-    /// is called with the layers that are done and all of them, and can stop the work.
+    /// stored in this type too, unless `calibration` says otherwise. `texts` is what a receipt calls those of the tokens; `progress`
+    /// is told the layers that are done.
     pub fn measure(
         options: &ConversionOptions,
         calibration: &CalibrationOptions,
         tokens: &CalibrationTokens,
-        text: String,
+        texts: Vec<String>,
         device: OpenDevice,
-        progress: &mut (dyn FnMut(usize, usize) -> ControlFlow<()> + Send),
+        progress: &mut (dyn FnMut(usize, usize) + Send),
+        stop: &AtomicBool,
     ) -> Result<Self, Error> {
         // Before what may take hours.
         options.check_destination()?;
@@ -93,7 +108,7 @@ impl Calibrated {
         };
         let dtype = options.dtype;
         let measurement =
-            Measurement { source, dtype, calibration, tokens, text, projections, progress };
+            Measurement { source, dtype, calibration, tokens, texts, projections, progress, stop };
         device.run(measurement)
     }
 
@@ -130,11 +145,17 @@ impl Calibrated {
     /// What the receipt says of it.
     pub fn receipt(&self) -> CalibrationReceipt {
         let losses = &self.calibration.losses;
+        let by_text = &self.calibration.losses_of_texts;
+        let of_text = |(number, text): (usize, &String)| TextReceipt {
+            text: text.clone(),
+            loss_dense: by_text.get(number).map(|losses| losses.dense),
+            loss: by_text.get(number).map(|losses| losses.calibrated),
+        };
         CalibrationReceipt {
-            text: self.text.clone(),
+            texts: self.texts.iter().enumerate().map(of_text).collect(),
             tokens: self.tokens,
+            held_out_tokens: self.held_out_tokens,
             loss_dense: losses.dense,
-            loss_given: losses.given,
             loss: losses.calibrated,
             refit: self.projections.is_some(),
             layers: moh_train::calibrated_layers(&self.calibration),
@@ -148,9 +169,10 @@ struct Measurement<'a> {
     dtype: Option<DType>,
     calibration: CalibrationOptions,
     tokens: &'a CalibrationTokens,
-    text: String,
+    texts: Vec<String>,
     projections: Option<Projections>,
-    progress: &'a mut (dyn FnMut(usize, usize) -> ControlFlow<()> + Send),
+    progress: &'a mut (dyn FnMut(usize, usize) + Send),
+    stop: &'a AtomicBool,
 }
 
 impl OnDevice for Measurement<'_> {
@@ -176,11 +198,19 @@ impl OnDevice for Measurement<'_> {
                 Some(projections) => projections.write(layer, values),
                 None => Ok(()),
             },
-            &mut *self.progress,
+            Watch {
+                progress: &mut *self.progress,
+                is_stopped: &|| self.stop.load(Ordering::Relaxed),
+            },
         )?;
         let calibration = found.ok_or(Error::Interrupted)?;
-        let tokens = self.tokens.ids().len();
-        Ok(Calibrated { calibration, text: self.text, tokens, projections })
+        Ok(Calibrated {
+            calibration,
+            texts: self.texts,
+            tokens: self.tokens.ids().len(),
+            held_out_tokens: self.tokens.held_out().len(),
+            projections,
+        })
     }
 }
 

@@ -1,41 +1,44 @@
-//! The arguments of a conversion by measurement, and the text that it reads.
+//! The arguments of a conversion by measurement.
 
-use std::fs;
-use std::io::BufReader;
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
 use clap::Args;
 use clap::error::ErrorKind;
-use moh_calibrate::{CalibrationOptions, CalibrationTokens, Shared};
+use moh_calibrate::{CalibrationOptions, Shared};
 use moh_convert::{Calibrated, ConversionOptions};
-use moh_data::{TokenFile, Windows, json_lines, with_ending};
+use moh_kernels::ElementType;
 use moh_kernels::open_device::OpenDevice;
-use moh_model::{Active, HeadCounts, ModelConfig, SharedHeadSets};
+use moh_model::{Active, HeadCounts, SharedHeadSets};
 use moh_program::arguments::at_least;
+use moh_program::exit;
+use moh_program::models::NamedModel;
 use moh_program::progress::Bar;
-use moh_text::TextTokenizer;
 
-/// Tokens of a window if the option is omitted, unless the model's context is shorter.
-const DEFAULT_LENGTH: usize = 2048;
-const MAX_LINE_BYTES: u64 = 64 << 20;
+use crate::calibration_text::{self, CalibrationText, Sizes};
+use crate::own_text::{self, OwnText};
 
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Conversion by measurement")]
 pub(crate) struct CalibrationArguments {
     /// Text on which heads are measured: a token file, without .bin and .idx, or a file with text, as JSON lines
-    /// with `text` if it ends in .jsonl. Not what the model is validated on
-    #[arg(long, value_name = "PREFIX|FILE")]
-    calibration: Option<PathBuf>,
-    /// Tokens of it, in windows that are spread over a token file
-    #[arg(long, value_name = "N", default_value_t = 65536, value_parser = at_least::<usize>(1))]
+    /// with `text` if it ends in .jsonl; or self, for text that the model samples. Not what the model is validated on. Given
+    /// several times, windows of the texts alternate, with =WEIGHT after one as often as its weight says
+    #[arg(long, value_name = "PREFIX|FILE|self[=WEIGHT]")]
+    calibration: Vec<CalibrationText>,
+    /// Tokens of it, in windows that are spread over a token file [default: 128 for each column of an output
+    /// projection, and at least 65536]
+    #[arg(long, value_name = "N", value_parser = at_least::<usize>(1), requires = "calibration")]
+    calibration_tokens: Option<usize>,
+    /// Tokens of these on which sets of shared heads are compared
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = at_least::<usize>(1))]
     #[arg(requires = "calibration")]
-    calibration_tokens: usize,
-    /// Tokens of a window [default: 2048, or the model's context length or the text's if that is less]
+    calibration_search_tokens: usize,
+    /// Tokens of a window [default: 2048, or the largest smaller power of two of which the model's context has one and
+    /// the text nine]
     #[arg(long, value_name = "N", value_parser = at_least::<usize>(1), requires = "calibration")]
     calibration_length: Option<usize>,
     /// Which heads are shared: the first ones, those that --calibration finds best, or these of each layer, layers
@@ -116,7 +119,7 @@ impl CalibrationArguments {
                 "--shared with the ids of heads gives their numbers too: leave out --shared-heads";
             return Err((ErrorKind::ArgumentConflict, message));
         }
-        if self.calibration.is_some() {
+        if !self.calibration.is_empty() {
             return Ok(());
         }
         let missing = |message| Err((ErrorKind::MissingRequiredArgument, message));
@@ -136,7 +139,7 @@ impl CalibrationArguments {
 
     /// Whether an argument asks for Mixture-of-Head.
     pub(crate) fn choose_heads(&self) -> bool {
-        self.calibration.is_some() || self.shared.is_some()
+        !self.calibration.is_empty() || self.shared.is_some()
     }
 
     /// Measures the source of a conversion to Mixture-of-Head, if a text is given. `chooses_number` is whether the
@@ -144,11 +147,14 @@ impl CalibrationArguments {
     pub(crate) fn measure(
         &self,
         options: &ConversionOptions,
+        model: &NamedModel,
         chooses_number: bool,
         device: OpenDevice,
         stop: &AtomicBool,
     ) -> anyhow::Result<Option<Arc<Calibrated>>> {
-        let Some(text) = &self.calibration else { return Ok(None) };
+        if self.calibration.is_empty() {
+            return Ok(None);
+        }
         let config = options.source_config()?;
         let total = options.attention.total(&config)?;
         let Some(moh) = options.attention.configure(&config)? else { return Ok(None) };
@@ -163,99 +169,47 @@ impl CalibrationArguments {
         let tokenizer = options.source_tokenizer();
         let tokenizer =
             tokenizer.map_or(Ok(None), |directory| moh_program::models::tokenizer(&directory))?;
-        let option = || format!("--calibration {}", text.display());
-        let tokens = self.tokens(text, &config, tokenizer.as_ref()).with_context(option)?;
-        let mut bar = Bar::count("measuring layers", 0);
-        let mut progress = |done: usize, all: usize| {
-            bar.update(done as u64, all as u64);
-            match stop.load(Ordering::Relaxed) {
-                true => ControlFlow::Break(()),
-                false => ControlFlow::Continue(()),
-            }
+        let sizes = Sizes {
+            tokens: self.calibration_tokens,
+            search_tokens: self.calibration_search_tokens,
+            length: self.calibration_length,
         };
-        let name = text.display().to_string();
-        let measured =
-            Calibrated::measure(options, &calibration, &tokens, name, device, &mut progress)?;
+        let mut sample_own = |windows, length| {
+            let tokenizer = tokenizer.as_ref().context("the model has no tokenizer.json")?;
+            let own = OwnText { model, tokenizer, windows, length, stop };
+            let sampled = device.clone().compute(ElementType::F32, own)?;
+            let kept = own_text_of(&options.out);
+            own_text::keep(&kept, &sampled, tokenizer.vocab_size())?;
+            exit::stderr_line(format_args!(
+                "the model's own text is kept in {0}: --calibration {0} reads it again",
+                kept.display()
+            ));
+            Ok(sampled)
+        };
+        let tokenizer = tokenizer.as_ref();
+        let tokens =
+            calibration_text::read(&self.calibration, sizes, &config, tokenizer, &mut sample_own)?;
+        let mut bar = Bar::count("measuring layers", 0);
+        let mut progress = |done: usize, all: usize| bar.update(done as u64, all as u64);
+        let texts = self.calibration.iter().map(|text| text.path.display().to_string()).collect();
+        let measured = Calibrated::measure(
+            options,
+            &calibration,
+            &tokens,
+            texts,
+            device,
+            &mut progress,
+            stop,
+        )?;
         Ok(Some(Arc::new(measured)))
     }
+}
 
-    fn tokens(
-        &self,
-        text: &Path,
-        config: &ModelConfig,
-        tokenizer: Option<&TextTokenizer>,
-    ) -> anyhow::Result<CalibrationTokens> {
-        if !with_ending(text, ".bin").is_file() {
-            let ids = self.encoded(text, config, tokenizer)?;
-            let length = self.length(config, ids.len());
-            return Ok(CalibrationTokens::new(ids, length, config)?);
-        }
-        let mut file = TokenFile::open(text)?;
-        file.limit_vocabulary(config.vocab_size);
-        if let Some(tokenizer) = tokenizer {
-            tokenizer.check_file(&file, false)?;
-        }
-        let length = self.length(config, usize::try_from(file.num_tokens()).unwrap_or(usize::MAX));
-        let windows = Windows::new(file, length)?;
-        let windows = windows.spread((self.calibration_tokens / length) as u64);
-        let mut ids = vec![0; length * windows.len() as usize];
-        for (number, window) in ids.chunks_exact_mut(length).enumerate() {
-            windows.read(number as u64, window)?;
-        }
-        Ok(CalibrationTokens::new(ids, length, config)?)
-    }
-
-    /// Tokens of a window: at most those of the text, `tokens`, and those that are measured.
-    fn length(&self, config: &ModelConfig, tokens: usize) -> usize {
-        let default = config.max_position_embeddings.min(DEFAULT_LENGTH);
-        // A window has two tokens or more; that the text has too few of them is an error of its own.
-        let most = tokens.min(self.calibration_tokens).max(2);
-        self.calibration_length.unwrap_or(default).min(most)
-    }
-
-    /// The first ids of a text, each document as the tokenizer encodes it and followed by the end of text.
-    fn encoded(
-        &self,
-        text: &Path,
-        config: &ModelConfig,
-        tokenizer: Option<&TextTokenizer>,
-    ) -> anyhow::Result<Vec<u32>> {
-        if text.extension().is_some_and(|ending| ending == "bin" || ending == "idx") {
-            bail!("if it is a token file, name it without .bin and .idx");
-        }
-        let Some(tokenizer) = tokenizer else {
-            bail!("the model has no tokenizer.json: give a token file");
-        };
-        let end = config.eos_token_ids.first();
-        let mut ids = Vec::new();
-        let mut add = |document: &str| {
-            ids.extend(tokenizer.encode(document)?);
-            ids.extend(end);
-            anyhow::Ok(ids.len() < self.calibration_tokens)
-        };
-        if text.extension().is_some_and(|ending| ending == "jsonl") {
-            let file = fs::File::open(text)?;
-            for line in json_lines(text, BufReader::new(file), MAX_LINE_BYTES) {
-                let (number, fields) = line?;
-                let Some(document) = fields.get("text").and_then(|text| text.as_str()) else {
-                    bail!("line {number}: `text` is missing or not a string");
-                };
-                if !add(document)? {
-                    break;
-                }
-            }
-        } else {
-            add(&fs::read_to_string(text)?)?;
-        }
-        ids.truncate(self.calibration_tokens);
-        if let Some(id) = ids.iter().find(|&&id| id as usize >= config.vocab_size) {
-            bail!(
-                "the tokenizer gives id {id}, and the model's vocabulary has {}",
-                config.vocab_size
-            );
-        }
-        Ok(ids)
-    }
+/// Where the own text of a model is kept that is written to `out`.
+fn own_text_of(out: &Path) -> PathBuf {
+    let mut name = out.file_name().unwrap_or_default().to_owned();
+    name.push("-own-text");
+    out.with_file_name(name)
 }
 
 #[cfg(test)]

@@ -50,8 +50,15 @@ pub(crate) fn card(plan: &Plan<'_>) -> Result<ModelCard, Error> {
 }
 
 fn measured(receipt: &CalibrationReceipt) -> String {
-    let CalibrationReceipt { text, tokens, loss_dense, loss_given, loss, refit, .. } = receipt;
-    let tokens = HumanCount(*tokens as u64);
+    let CalibrationReceipt { texts, tokens, held_out_tokens, loss_dense, loss, refit, .. } =
+        receipt;
+    let [tokens, held_out] = [*tokens, *held_out_tokens].map(|tokens| HumanCount(tokens as u64));
+    let names: Vec<String> = texts.iter().map(|text| format!("`{}`", text.text)).collect();
+    let names = names.join(" and ");
+    let by_text = texts.iter().filter_map(|text| {
+        Some(format!(" Of `{}`: {:.4} and {:.4}.", text.text, text.loss?, text.loss_dense?))
+    });
+    let by_text: String = by_text.collect();
     let refitted = match refit {
         true => {
             " and refitted the output projections to the heads that tokens compute: with all heads active this is \
@@ -60,8 +67,7 @@ fn measured(receipt: &CalibrationReceipt) -> String {
         false => "",
     };
     format!(
-        "`moh-convert` measured the heads on {tokens} tokens of `{text}`{refitted}. On these tokens the loss is \
-         {loss:.4}; it is {loss_dense:.4} of the dense model, and {loss_given:.4} of as many heads without the \
-         measurement."
+        "`moh-convert` measured the heads on {tokens} tokens of {names}{refitted}. On {held_out} of them, which nothing \
+         was fitted to, the loss is {loss:.4}; it is {loss_dense:.4} of the dense model.{by_text}"
     )
 }

@@ -1,6 +1,8 @@
 //! `moh-convert`: a Llama or Qwen3 checkpoint in, a Mixture-of-Head model out.
 
 mod calibration_arguments;
+mod calibration_text;
+mod own_text;
 
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -16,15 +18,15 @@ use indicatif::HumanCount;
 use moh_checkpoint::run_directory::RunCheckpoint;
 use moh_convert::{
     CalibrationReceipt, Conversion, ConversionOptions, Receipt, TargetAttention, TensorReceipt,
-    Verification, convert,
+    TextReceipt, Verification, convert,
 };
 use moh_files::{PendingFile, Registered};
-use moh_hf::{is_base_model, is_license_id};
+use moh_hf::{ConfigFile, is_base_model, is_license_id};
 use moh_kernels::DType;
 use moh_kernels::open_device::{DeviceName, OpenDevice};
 use moh_model::{Active, HeadCounts, HeadRequest, RouterKind, SharedHeadSets};
 use moh_program::arguments::{self, at_least, only};
-use moh_program::models::Place;
+use moh_program::models::{NamedModel, Place};
 use moh_program::progress::Bar;
 use moh_program::{exit, options};
 
@@ -234,7 +236,9 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if let Some(path) = &arguments.receipt {
         check_receipt(path, arguments.force)?;
     }
-    let (source, checkpoint) = match Place::find(&arguments.from, arguments.revision.as_deref())? {
+    let place = Place::find(&arguments.from, arguments.revision.as_deref())?;
+    let model = NamedModel::at(&arguments.from, place.clone())?;
+    let (source, checkpoint) = match place {
         Place::Checkpoint(_) if arguments.verify => bail!(
             "{}: --verify compares with a model's files: the tensors of a run are compared with their hashes",
             arguments.from
@@ -252,6 +256,11 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         (dtype, _) => dtype,
     };
     let is_run = checkpoint.is_some();
+    // With code of its own a source may have had these heads, as the paper's released model has.
+    let was_dense = !is_run && {
+        let file = ConfigFile::read(&source)?;
+        file.config.moh.is_none() && !file.fields.contains_key("auto_map")
+    };
     let out = arguments.out.clone().unwrap_or_else(|| {
         let suffix = if attention == TargetAttention::Dense { "Dense" } else { "MoH" };
         PathBuf::from(format!("./{}-{suffix}", model_name(&arguments.from)))
@@ -278,7 +287,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     exit::stop_on_signals(&stop).context("signals")?;
     let chooses_number = arguments.active.is_some() && arguments.shared_heads.is_none();
     let calibrated =
-        arguments.calibration.measure(&options, chooses_number, device.clone(), &stop)?;
+        arguments.calibration.measure(&options, &model, chooses_number, device.clone(), &stop)?;
     let options = ConversionOptions { calibrated, ..options };
     let mut bar = Bar::bytes("converting", 0);
     let conversion = convert(&options, &mut |bytes, total| {
@@ -309,6 +318,12 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         write_receipt(path, &receipt, arguments.force)?;
     }
     print_receipt(&receipt, verification, &mut std::io::stdout().lock())?;
+    if receipt.calibration.is_none() && was_dense && receipt.loses_heads() {
+        exit::stderr_line(format_args!(
+            "warning: the model is not usable before it is tuned: heads were left out without a measurement; \
+             --calibration self measures them on text that the model samples, --calibration FILE on yours"
+        ));
+    }
     Ok(())
 }
 
@@ -385,13 +400,18 @@ fn print_receipt(
         receipt.heads
     )?;
     if let Some(calibration) = &receipt.calibration {
-        let CalibrationReceipt { tokens, loss_dense, loss_given, loss, .. } = calibration;
+        let CalibrationReceipt { texts, tokens, loss_dense, loss, .. } = calibration;
         writeln!(
             out,
-            "  measured on      {} tokens: loss {loss_dense:.4} dense, {loss_given:.4} with the given heads, \
-             {loss:.4} as written",
+            "  measured on      {} tokens: held-out loss {loss:.4}, {loss_dense:.4} dense",
             HumanCount(*tokens as u64)
         )?;
+        for text in texts {
+            let TextReceipt { text, loss_dense: Some(dense), loss: Some(loss) } = text else {
+                continue;
+            };
+            writeln!(out, "                   {text}: {loss:.4}, {dense:.4} dense")?;
+        }
     }
     for remark in receipt.rounding.iter().chain(&receipt.weakness) {
         writeln!(out, "                   {remark}")?;
@@ -406,6 +426,9 @@ fn print_receipt(
         receipt.flops_length,
         100.0 * attention / attention_before
     )?;
+    let left = |(length, share): &(usize, f64)| format!("{:.0}% at length {length}", 100.0 * share);
+    let left: Vec<String> = receipt.flops_left.iter().map(left).collect();
+    writeln!(out, "  model FLOPs      {}", left.join(", "))?;
     writeln!(out, "  tensors          {} (BLAKE3)", describe_tensors(receipt))?;
     if let Some(verification) = verification {
         print_verification(&verification, out)?;

@@ -49,6 +49,9 @@ pub struct Receipt {
     pub attention_flops_per_token: [f64; 2],
     /// Forward FLOPs of the whole model per token, before and after.
     pub flops_per_token: [f64; 2],
+    /// The share of them that is left at some lengths.
+    #[serde(skip)]
+    pub flops_left: Vec<(usize, f64)>,
     /// Bytes of the output's tensors.
     pub bytes: u64,
     /// Weight files.
@@ -82,7 +85,26 @@ pub struct TensorReceipt {
     pub refitted: bool,
 }
 
+/// A length of many texts, at which attention is a small part of a model's work.
+const SHORT: usize = 512;
+
+/// The share of a model's forward FLOPs that is left after a conversion, at a short length and at its longest.
+fn flops_left(before: &ModelConfig, after: &ModelConfig) -> Vec<(usize, f64)> {
+    let longest = after.max_position_embeddings;
+    let mut lengths = vec![SHORT.min(longest), longest];
+    lengths.dedup();
+    let forward = |config: &ModelConfig, length| Flops::forward(&config.flops_per_token(length));
+    let left = |length| (length, forward(after, length) / forward(before, length));
+    lengths.into_iter().map(left).collect()
+}
+
 impl Receipt {
+    /// Whether tokens compute fewer heads than in the source.
+    pub fn loses_heads(&self) -> bool {
+        let [before, after] = self.attention_flops_per_token;
+        after < before
+    }
+
     /// Describes the output of `plan` since `start`.
     pub(crate) fn new(plan: &Plan<'_>, written: &Written, start: Instant) -> Result<Self, Error> {
         let Plan { options, source, config, tensors, .. } = plan;
@@ -120,6 +142,7 @@ impl Receipt {
             flops_length: length,
             attention_flops_per_token: flops.map(|flops| flops.attention),
             flops_per_token: flops.map(|flops| Flops::forward(&flops)),
+            flops_left: flops_left(original, config),
             bytes: written.bytes,
             shards: written.shards,
             seconds: start.elapsed().as_secs_f64(),

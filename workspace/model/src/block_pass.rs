@@ -10,7 +10,9 @@ use moh_kernels::{Backend, Memory};
 
 use crate::activations::{Activations, PassActivations, PassShape, Recompute};
 use crate::layers::attention::AttentionBuffers;
-use crate::layers::{Attention, Block, BlockBuffers, Context, RouterLayer, Tokens};
+use crate::layers::{
+    Attention, Block, BlockBuffers, Context, ResidualSum, RouterLayer, SavedBlock, Tokens,
+};
 use crate::layout::Segment;
 use crate::model::Model;
 use crate::tensors::{in_layer, layer_and_name};
@@ -234,6 +236,23 @@ impl<B: Backend> BlockPass<B> {
         let mut host = vec![0f32; cx.num_tokens() * attention.output.inputs];
         cx.backend.download(attended, &mut host)?;
         Ok(host)
+    }
+
+    /// The rest of the block on the residual stream `x`, `[N, C]`, with these outputs of heads in place of attention's,
+    /// `[N, H D]`.
+    pub fn after_attention(&mut self, x: &[f32], attended: &[f32]) -> Result<BlockOutput> {
+        let (cx, block, stream, BlockBuffers { saved, recomputable, scratch }) = self.parts();
+        let SavedBlock { attention, h, gate_up } = saved;
+        cx.backend.upload(x, B::whole_mut(&mut stream[0]))?;
+        cx.backend.upload(attended, B::view_mut(&mut attention.attended, 0..attended.len()))?;
+        let (input, output) = stream.split_at_mut(1);
+        let sum = ResidualSum { x: &input[0], y: &mut *h };
+        block.attention.project_output(&cx, attention, &mut scratch.gathered, sum)?;
+        block.add_mlp(&cx, h, &mut recomputable.mlp_norm, gate_up, scratch, &mut output[0])?;
+        Ok(BlockOutput {
+            after_attention: download_all(cx.backend, h)?,
+            output: download_all(cx.backend, &output[0])?,
+        })
     }
 
     /// The queries, `[N, H D]`, and keys, `[N, G D]`, as attention reads them, after [`Self::attend`].

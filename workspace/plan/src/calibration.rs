@@ -1,12 +1,12 @@
 //! What the calibration of a stage's conversion takes on the first rank (crate `moh-calibrate`), before the stage's first
 //! step. The formulas are in `docs/plan.md`.
 
-use moh_calibrate::{CalibrationBuffers, Division, Shared};
+use moh_calibrate::{CalibrationBuffers, CalibrationPasses, Division, Shared};
 use moh_kernels::Purpose;
 use moh_model::model_parallel::ModelPart;
 use moh_model::{
     Activations, ModelBuffers, ModelConfig, ModelLayout, MohConfig, PassSizes, RouterKind, Slots,
-    block_alone, ends_alone, most_windows, pass_alone, windows_of_pass,
+    block_alone, ends_alone, pass_alone,
 };
 use moh_recipe::{CalibrationOptions, SharedChoice};
 
@@ -51,23 +51,38 @@ impl CalibrationCost {
         // The heads as the stage gives them, before any are chosen.
         let dense = ModelConfig { moh: None, ..work.model.clone() };
         let Some(moh) = work.stage.moh_config(&dense)? else { return Ok(None) };
-        let (length, model) = (work.sequence_length(), &work.model);
-        let tokens = calibration.sequences(length).saturating_mul(length as u64);
+        let model = &work.model;
+        let passes = passes(work, &calibration);
+        let tokens = passes.tokens() as u64;
         let shared = measured_heads(calibration.shared, &moh, model.num_hidden_layers);
-        let division = division(work, shared, &moh, tokens);
+        let division = match shared {
+            Shared::CalibratedTotal(total) => {
+                Some(Division::new(model, moh.router, total, &passes))
+            }
+            _ => None,
+        };
         let (n, m) = (model.query_width() as u64, model.hidden_size as u64);
-        let streams = tokens.saturating_mul(3).saturating_add(division.map_or(0, |division| {
+        let streams = tokens.saturating_mul(2).saturating_add(division.map_or(0, |division| {
             // The dense one before the first layer, and those of all numbers.
-            let layers = model.num_hidden_layers.saturating_mul(division.numbers.len());
-            tokens.saturating_add(layers.saturating_mul(division.carried_tokens) as u64)
+            let streams = model.num_hidden_layers.saturating_mul(division.numbers.len());
+            let carried =
+                division.carried_passes.saturating_mul(passes.shape().0 * passes.shape().1);
+            tokens.saturating_add(streams.saturating_mul(carried) as u64)
         }));
+        let searched = passes.searched(calibration.search_tokens, model.query_width()) as u64;
         Ok(Some(CalibrationCost {
             tokens,
-            device_bytes: device_bytes(work, moh.router)?,
-            host_bytes: host_bytes(tokens, streams, n, m),
+            device_bytes: device_bytes(work, moh.router, &passes)?,
+            host_bytes: host_bytes([tokens, streams, searched], n, m),
             file_bytes: calibration_bytes(&calibration, &moh, model),
         }))
     }
+}
+
+fn passes(work: &Work, calibration: &CalibrationOptions) -> CalibrationPasses {
+    let length = work.sequence_length();
+    let sequences = usize::try_from(calibration.sequences(length)).unwrap_or(usize::MAX);
+    CalibrationPasses::new(sequences, length.max(1))
 }
 
 /// Bytes of the file with the matrices that a calibration of a stage with the routing `moh` fits, but for its header.
@@ -82,32 +97,23 @@ pub fn calibration_bytes(
     elements.saturating_mul(model.num_hidden_layers as u64).saturating_mul(F32)
 }
 
-/// Memory of the host: residual streams, of so many tokens together; the sample of a search, twice while it is built; sums
-/// and factors of a fit.
-fn host_bytes(tokens: u64, streams: u64, n: u64, m: u64) -> u64 {
-    let streams = streams.saturating_mul(m);
-    let sample = tokens.div_ceil(2).max(n).min(tokens).saturating_mul(2 * n + m);
-    let fit = (2 * n + 4 * m).saturating_mul(n * F64);
-    streams.saturating_add(sample).saturating_mul(F32).saturating_add(fit)
-}
-
-/// What is measured of each layer, if active heads are divided among layers.
-fn division(work: &Work, shared: Shared, moh: &MohConfig, tokens: u64) -> Option<Division> {
-    let Shared::CalibratedTotal(total) = shared else { return None };
-    let length = work.sequence_length();
-    let tokens = usize::try_from(tokens).unwrap_or(usize::MAX);
-    let pass = windows_of_pass(tokens / length.max(1), length).saturating_mul(length);
-    Some(Division::new(&work.model, moh.router, total, tokens, pass))
+/// Memory of the host: the heads' outputs, residual streams, of so many tokens together; the sample of a search, twice
+/// while it is built; sums and factors of a fit.
+fn host_bytes([tokens, streams, searched]: [u64; 3], n: u64, m: u64) -> u64 {
+    let outputs = tokens.saturating_mul(n).saturating_add(streams.saturating_mul(m));
+    let sample = searched.saturating_mul(2 * n + m);
+    let fit = (6 * n + 6 * m).saturating_mul(n * F64);
+    outputs.saturating_add(sample).saturating_mul(F32).saturating_add(fit)
 }
 
 /// Memory of the device: a block and the ends alone in f32, with their passes, and the sums of products.
-fn device_bytes(work: &Work, router: RouterKind) -> Result<u64, Error> {
+fn device_bytes(work: &Work, router: RouterKind, passes: &CalibrationPasses) -> Result<u64, Error> {
     if !fits_address_space(work) {
         return Ok(u64::MAX);
     }
     let memory = counting(work);
     let (model, length) = (&work.model, work.sequence_length());
-    let pass = pass_alone(most_windows(length), length);
+    let pass = pass_alone(passes.shape().0, length);
     for config in [&block_alone(model)?, &ends_alone(model)] {
         let layout = ModelLayout::new(config);
         ModelBuffers::<_, f32>::zeros(&memory, config, &layout, length)?;
@@ -121,9 +127,7 @@ fn device_bytes(work: &Work, router: RouterKind) -> Result<u64, Error> {
 
 #[cfg(test)]
 mod tests {
-    use std::ops::ControlFlow;
-
-    use moh_calibrate::{CalibrationTokens, calibrate};
+    use moh_calibrate::{CalibrationTokens, Watch, calibrate};
     use moh_kernels::Cpu;
 
     use super::*;
@@ -142,8 +146,8 @@ mod tests {
         let given = cost(CALIBRATION);
         assert_eq!(given.tokens, 65_536);
         assert_eq!(given.file_bytes, 32 * 4096 * 4096 * 4);
-        let (streams, sample) = (3 * 65_536 * 4096, 32_768 * (2 * 4096 + 4096));
-        assert_eq!(given.host_bytes, (streams + sample) * 4 + 6 * 4096 * 4096 * 8);
+        let (streams, sample) = (3 * 65_536 * 4096, 8192 * (2 * 4096 + 4096));
+        assert_eq!(given.host_bytes, (streams + sample) * 4 + 12 * 4096 * 4096 * 8);
         let (recipe, model) = llama3_8b(&[CALIBRATION]);
         let dense = Work::alone(&recipe, &recipe.stages[0], &model).unwrap();
         assert_eq!(CalibrationCost::new(&dense).unwrap(), None);
@@ -179,7 +183,7 @@ mod tests {
             let work = Work::alone(&recipe, &recipe.stages[1], &model).unwrap();
             let cost = CalibrationCost::new(&work).unwrap().unwrap();
             let dense = ModelConfig { moh: None, ..model };
-            let tokens = CalibrationTokens::new(vec![1; 4096], 32, &dense).unwrap();
+            let tokens = CalibrationTokens::new(vec![1; 4096], 32, 4096, &dense).unwrap();
             let moh = work.model.moh.clone().unwrap();
             let shared = Shared::Calibrated;
             let options =
@@ -192,9 +196,9 @@ mod tests {
                 &tokens,
                 &mut |_, _| Ok(()),
                 &mut |_, _| Ok(()),
-                &mut |_, _| {
-                    allocated = Cpu.allocated() - before;
-                    ControlFlow::Break(())
+                Watch {
+                    progress: &mut |_, _| allocated = Cpu.allocated() - before,
+                    is_stopped: &|| true,
                 },
             );
             assert_eq!(found.unwrap(), None);

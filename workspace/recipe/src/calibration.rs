@@ -11,6 +11,8 @@ use crate::{AttentionKind, Recipe, Stage};
 pub struct CalibrationOptions {
     /// Tokens of the stage's first sequences, in whole sequences; default: 65,536.
     pub tokens: u64,
+    /// Tokens of them on which sets of shared heads are compared; default: 4,096.
+    pub search_tokens: usize,
     /// Which heads are shared; default: those that are measured to be best.
     pub shared: SharedChoice,
     /// Whether the output projections are refitted to the heads that tokens compute; default: true.
@@ -47,7 +49,12 @@ impl SharedChoice {
 
 impl Default for CalibrationOptions {
     fn default() -> Self {
-        CalibrationOptions { tokens: 1 << 16, shared: SharedChoice::default(), refit: true }
+        CalibrationOptions {
+            tokens: 1 << 16,
+            search_tokens: 1 << 12,
+            shared: SharedChoice::default(),
+            refit: true,
+        }
     }
 }
 

@@ -19,7 +19,7 @@ pub(super) fn section(logs: &[RunLog]) -> Markup {
                 h2 { "Heads chosen by measurement" }
                 p class="note" {
                     "Error: the squared difference of a layer's attention output from the dense model's on the \
-                     calibration tokens, relative to the latter's squared size."
+                     calibration tokens that are held out, relative to the latter's squared size."
                 }
                 @for log in logs.iter().filter(has) {
                     @if logs.len() > 1 { h3 { (log.name) } }
@@ -31,13 +31,15 @@ pub(super) fn section(logs: &[RunLog]) -> Markup {
 }
 
 fn of_stage(calibration: &StageCalibration) -> Markup {
-    let StageCalibration { stage, step, tokens, loss_dense, loss_given, loss, .. } = calibration;
+    let StageCalibration { stage, step, tokens, held_out_tokens, loss_dense, loss, .. } =
+        calibration;
     html! {
         p {
-            "Stage " (stage) ", before step " (step + 1) ": on " (counted(*tokens, "token")) " the dense model's loss is "
-            (shown(*loss_dense)) ", that of the chosen heads " (shown(*loss))
+            "Stage " (stage) ", before step " (step + 1) ", calibrated on " (counted(*tokens, "token")) ": "
+            @if *held_out_tokens > 0 { "on the " (held_out_tokens) " that are held out " }
+            "the dense model's loss is " (shown(*loss_dense)) ", and that of the chosen heads " (shown(*loss))
             @if calibration.refit { " with refitted output projections" }
-            ", and that of the heads that the recipe gives " (shown(*loss_given)) "."
+            "."
         }
         div class="panels" { (figure::panel(&errors(calibration))) }
         details {

@@ -53,7 +53,7 @@ pub(crate) fn trained(source: &ModelCard, recipe: &Recipe, state: &RunState) -> 
 
 /// What a calibration has chosen.
 fn calibration(found: &StageCalibration) -> String {
-    let StageCalibration { stage, tokens, loss_dense, loss_given, loss, refit, .. } = found;
+    let StageCalibration { stage, tokens, held_out_tokens, loss_dense, loss, refit, .. } = found;
     let refitted = match refit {
         true => {
             ", and its output projections were refitted to the heads that tokens compute: with all heads active this \
@@ -61,14 +61,18 @@ fn calibration(found: &StageCalibration) -> String {
         }
         false => "",
     };
+    let held_out = match held_out_tokens {
+        // Of versions that measured the loss on all of them.
+        0 => " On these tokens".to_owned(),
+        tokens => format!(" On {} of them, which nothing was fitted to,", group_digits(*tokens)),
+    };
     let fitted = match found.has_fitted_router() {
         true => " The router's matrices were fitted to what the heads contribute.",
         false => "",
     };
     format!(
-        "Before stage {stage} the heads were measured on {} tokens of its training data{refitted}.{fitted} On these \
-         tokens the loss was then {loss:.4}; it was {loss_dense:.4} of the dense model, and {loss_given:.4} of the \
-         heads that the recipe gives.",
+        "Before stage {stage} the heads were measured on {} tokens of its training data{refitted}.{fitted}{held_out} \
+         the loss was then {loss:.4}; it was {loss_dense:.4} of the dense model.",
         group_digits(*tokens)
     )
 }

@@ -1,17 +1,16 @@
 //! How many heads each layer gets of a number of active heads for all layers together: what a number costs a layer is
 //! measured by the loss that the residual stream behind it ends with.
 
-use std::mem::take;
-
 use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
-use moh_model::{LayerHeads, ModelConfig, MohConfig, RouterKind};
+use moh_model::{LayerHeads, ModelConfig, RouterKind};
 
-use super::{Choice, Job, Steps, Streams, add_pass};
+use super::{Choice, Job, LossSums, Routed, Steps};
 use crate::budget::{allocate, between};
 use crate::search::LayerSample;
 use crate::selection::Ranking;
-use crate::{Error, Result, matrix};
+use crate::tokens::Part;
+use crate::{CalibrationPasses, Error, Result, matrix};
 
 /// Numbers of active heads, evenly spaced, that are measured in a layer beside 1 and the even one; those between cost what
 /// is between.
@@ -24,46 +23,44 @@ const STREAM_BYTES: usize = 1 << 30;
 pub struct Division {
     /// Numbers of active heads, ascending.
     pub numbers: Vec<usize>,
-    /// The tokens by whose loss numbers are compared: their residual streams, one for each number of each layer, go
-    /// through all later layers.
-    pub carried_tokens: usize,
+    /// The passes by whose loss numbers are compared, of those that are held out: their residual streams, one for each
+    /// number of each layer, go through all later layers.
+    pub carried_passes: usize,
     /// The number with which the other layers are converted.
     even: usize,
 }
 
 impl Division {
-    /// Of `total` active heads in all layers of the model that `config` describes, measured on `tokens` tokens in
-    /// passes of `pass`.
+    /// Of `total` active heads in all layers of the model that `config` describes, measured on these passes.
     pub fn new(
         config: &ModelConfig,
         router: RouterKind,
         total: usize,
-        tokens: usize,
-        pass: usize,
+        passes: &CalibrationPasses,
     ) -> Self {
         let unit = Ranking::new(router, config).multiple();
         let (units, layers) = (config.num_attention_heads / unit, config.num_hidden_layers.max(1));
         let even = (total / unit / layers).max(1);
         let numbers: Vec<usize> = measured(units, even).into_iter().map(|n| n * unit).collect();
         let streams = layers.saturating_mul(numbers.len());
-        let elements = streams.saturating_mul(config.hidden_size).saturating_mul(pass);
+        let elements = streams.saturating_mul(config.hidden_size).saturating_mul(passes.pass());
         let bytes = elements.saturating_mul(size_of::<f32>());
-        let passes = (STREAM_BYTES / bytes.max(1)).clamp(1, (tokens / pass).max(1));
-        Division { numbers, carried_tokens: passes * pass, even: even * unit }
+        let carried_passes = (STREAM_BYTES / bytes.max(1)).clamp(1, passes.held_out().max(1));
+        Division { numbers, carried_passes, even: even * unit }
     }
 }
 
 struct Variant {
     active: usize,
     heads: LayerHeads,
-    /// The residual stream of the first tokens, behind the last layer that was measured.
+    /// The residual stream of the carried passes, behind the last layer that was measured.
     stream: Vec<f32>,
 }
 
 impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> {
     /// Chooses each layer's number of active heads, `total` in all layers together, and begins again before
-    /// the first layer; `None` if the work is stopped.
-    pub(super) fn divide(&mut self, total: usize, steps: &mut Steps<'_>) -> Result<Option<()>, E> {
+    /// the first layer.
+    pub(super) fn divide(&mut self, total: usize, steps: &mut Steps<'_>) -> Result<(), E> {
         let layers = self.config.num_hidden_layers;
         let (unit, units) = (self.unit(), self.config.num_attention_heads / self.unit());
         let is_possible =
@@ -75,17 +72,14 @@ impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> 
             );
             return Err(Error::Invalid(message).into());
         }
-        let (tokens, pass) = (self.tokens.ids().len(), self.tokens.pass());
         let router = self.options.moh.router;
-        let division = Division::new(self.config, router, total, tokens, pass);
+        let division = Division::new(self.config, router, total, &self.tokens.passes);
         let even = division.even / unit;
         steps.all += layers;
         let start = self.streams.dense.clone();
         let mut variants = Vec::new();
         for layer in 0..layers {
-            if !steps.next() {
-                return Ok(None);
-            }
+            steps.next();
             self.measure_variants(layer, &division, &mut variants)?;
         }
         let costs = self.costs(&variants, &division)?;
@@ -106,24 +100,24 @@ impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> 
         self.best_of(candidates, &start, steps)
     }
 
-    /// Keeps the choices with which the model's loss on the tokens is the least.
+    /// Keeps the choices with which the model's loss on the tokens that are held out is the least.
     fn best_of(
         &mut self,
         candidates: Vec<Vec<Choice>>,
         start: &[f32],
         steps: &mut Steps<'_>,
-    ) -> Result<Option<()>, E> {
+    ) -> Result<(), E> {
         let mut best = f64::INFINITY;
         let mut kept = candidates[0].clone();
         if candidates.len() > 1 {
             steps.all += candidates.len() * self.config.num_hidden_layers;
             for choices in candidates {
                 self.chosen.clone_from(&choices);
-                if self.convert(&mut |_, _| Ok(()), steps)?.is_none() {
-                    return Ok(None);
-                }
-                let stream = take(&mut self.streams.calibrated);
-                let loss = self.losses(&[&stream])?[0];
+                self.convert(&mut |_, _| Ok(()), steps)?;
+                let held_out: Vec<usize> = self.tokens.passes.of(Part::HeldOut).collect();
+                let elements = self.tokens.passes.pass() * self.config.hidden_size;
+                let stream = self.streams.of_passes(&held_out, elements).calibrated;
+                let loss = self.losses(&[&stream], &held_out)?[0].mean();
                 if loss < best {
                     (best, kept) = (loss, choices);
                 }
@@ -131,15 +125,13 @@ impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> 
             }
         }
         self.chosen = kept;
-        Ok(Some(()))
+        Ok(())
     }
 
     /// Puts the residual streams before the first layer.
     fn begin_again(&mut self, start: &[f32]) {
-        let Streams { dense, given, calibrated } = &mut self.streams;
-        for stream in [dense, given, calibrated] {
-            start.clone_into(stream);
-        }
+        start.clone_into(&mut self.streams.dense);
+        start.clone_into(&mut self.streams.calibrated);
     }
 
     /// Converts a layer with each number of heads, and moves all residual streams behind it.
@@ -155,28 +147,31 @@ impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> 
         let old = matrix::<f64>(&projection, self.config.query_width());
         let mut of_layer =
             self.variants(&sample, division).map_err(|error| error.in_layer(layer))?;
-        let elements = self.tokens.pass() * self.config.hidden_size;
-        let carried = division.carried_tokens * self.config.hidden_size;
+        let elements = self.tokens.passes.pass() * self.config.hidden_size;
+        let (passes, inputs) = (&self.tokens.passes, self.config.query_width());
+        let carried = self.carried(division);
+        let mut even_outputs = Vec::new();
         // The even number last: its projection is the one that the other streams go through.
         for variant in of_layer.iter_mut().rev() {
             let moh = self.options.moh.of_one_layer(variant.heads);
             self.load(layer, None, router.as_ref())?;
-            let products = match variant.active == division.even {
-                true => self.measure(layer, &moh)?,
-                false => self.products(&moh)?,
-            };
-            self.refit(layer, &products, old.view(), router.as_ref())?;
-            for x in self.streams.calibrated[..carried].chunks_exact(elements) {
-                variant.stream.extend(self.block.forward(x, Some(moh.clone()))?.output);
+            let routed = self.measure(&moh, variant.active == division.even);
+            let Routed { measured, outputs } = routed.map_err(|error| error.in_layer(layer))?;
+            self.refit(layer, measured, old.view(), router.as_ref())?;
+            for &pass in &carried {
+                let x = &self.streams.calibrated[passes.elements(pass, self.config.hidden_size)];
+                let of_pass = &outputs[passes.elements(pass, inputs)];
+                variant.stream.extend(self.block.after_attention(x, of_pass)?.output);
             }
+            even_outputs = outputs;
         }
         let moh = self.options.moh.of_one_layer(of_layer[0].heads);
-        let before = variants.iter_mut().flatten().map(|variant| &mut variant.stream);
-        for stream in before.chain([&mut self.streams.calibrated]) {
-            for x in stream.chunks_exact_mut(elements) {
+        for variant in variants.iter_mut().flatten() {
+            for x in variant.stream.chunks_exact_mut(elements) {
                 x.copy_from_slice(&self.block.forward(x, Some(moh.clone()))?.output);
             }
         }
+        self.advance(&even_outputs)?;
         variants.push(of_layer);
         Ok(())
     }
@@ -197,15 +192,9 @@ impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> 
         Ok(variants)
     }
 
-    /// The products of the fit of a layer with this routing; no stream moves.
-    fn products(&mut self, moh: &MohConfig) -> Result<crate::ridge::Products> {
-        let elements = self.tokens.pass() * self.config.hidden_size;
-        let Streams { dense, calibrated, .. } = &self.streams;
-        for (dense, x) in dense.chunks_exact(elements).zip(calibrated.chunks_exact(elements)) {
-            let after = self.block.forward(dense, None)?.after_attention;
-            add_pass(self.config, &mut self.block, &mut self.sums, moh, x, &after)?;
-        }
-        Ok(self.sums.take())
+    /// The passes by whose loss numbers are compared.
+    fn carried(&self, division: &Division) -> Vec<usize> {
+        self.tokens.passes.of(Part::HeldOut).take(division.carried_passes).collect()
     }
 
     /// What 1, 2 ... units cost each layer.
@@ -216,8 +205,8 @@ impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> 
     ) -> Result<Vec<Vec<f64>>, E> {
         let (unit, even) = (self.unit(), division.even / self.unit());
         let streams: Vec<&[f32]> = variants.iter().flatten().map(|it| &it.stream[..]).collect();
-        let losses = self.losses(&streams)?;
-        let mut losses = losses.into_iter();
+        let losses = self.losses(&streams, &self.carried(division))?;
+        let mut losses = losses.iter().map(LossSums::mean);
         let mut costs = Vec::new();
         for variants in variants {
             let mut of_layer: Vec<(usize, f64)> =

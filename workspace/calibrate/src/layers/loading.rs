@@ -4,10 +4,19 @@ use moh_kernels::Backend;
 use moh_model::tensors::{OUTPUT_PROJECTION, ROUTER, ROUTER_STAGES, in_layer, layer_and_name};
 use ndarray::{Array2, ArrayView2};
 
-use super::{Job, Streams};
-use crate::ridge::Products;
+use super::{Job, Measured};
 use crate::router_fit::{RouterFit, contributions};
-use crate::{Error, RIDGE, Result, matrix};
+use crate::{Error, Result, matrix};
+
+/// A new output projection.
+pub(super) struct Refit {
+    /// `[hidden_size, heads * head_dim]`.
+    pub projection: Vec<f32>,
+    /// What it was fitted with, in means of the diagonal of F^T F.
+    pub ridge: f64,
+    /// |Y - F W_O^T|^2 / |Y|^2 on the tokens that are held out.
+    pub error: f64,
+}
 
 impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> {
     /// Loads a layer of the source into the block; its output projection.
@@ -48,14 +57,13 @@ impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> 
         projection: &[f32],
     ) -> Result<Option<RouterFit>, E> {
         let Some(sums) = &mut self.router_sums else { return Ok(None) };
-        let elements = self.tokens.pass() * self.config.hidden_size;
         let weight: Array2<f32> = matrix(projection, self.config.query_width());
-        let Streams { dense, calibrated, .. } = &self.streams;
-        for (dense, x) in dense.chunks_exact(elements).zip(calibrated.chunks_exact(elements)) {
-            self.block.project(dense)?;
+        for pass in self.tokens.passes.fitted() {
+            let stream = self.tokens.passes.elements(pass, self.config.hidden_size);
+            self.block.project(&self.streams.dense[stream.clone()])?;
             let outputs = self.block.attend()?;
             let norms = contributions(&outputs, weight.view(), self.config.num_attention_heads);
-            self.block.project(x)?;
+            self.block.project(&self.streams.calibrated[stream])?;
             sums.add(&self.block.normed()?, &norms)?;
         }
         let mut fit = sums.take().map_err(|error| error.in_layer(layer))?;
@@ -64,22 +72,27 @@ impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> 
         Ok(Some(fit))
     }
 
-    /// Refits the output projection of a layer that the block has, `old`, and loads it; the new one, and the error that
-    /// it leaves. `None` if projections stay.
+    /// Refits the output projection of a layer that the block has, `old`, and loads it. `None` if projections stay.
     pub(super) fn refit(
         &mut self,
         layer: usize,
-        products: &Products,
+        measured: Measured,
         old: ArrayView2<'_, f64>,
         router: Option<&RouterFit>,
-    ) -> Result<Option<(Vec<f32>, f64)>, E> {
+    ) -> Result<Option<Refit>, E> {
         if !self.options.refit {
             return Ok(None);
         }
-        let fit = products.fit(old, RIDGE).map_err(|error| error.in_layer(layer))?;
-        let mut new: Vec<f32> = fit.weight.iter().map(|&weight| weight as f32).collect();
+        let Measured { fit, ridge: others, held_out } = measured;
+        let fit = || {
+            let ridge = fit.best_ridge(old, &others)?;
+            Ok((fit.and(&others).fit(old, ridge)?, ridge))
+        };
+        let (fitted, ridge) = fit().map_err(|error: Error| error.in_layer(layer))?;
+        let mut new: Vec<f32> = fitted.iter().map(|&weight| weight as f32).collect();
         self.options.round(&mut new);
         self.load(layer, Some(&new), router)?;
-        Ok(Some((new, fit.error)))
+        let error = held_out.error(matrix(&new, self.config.query_width()).view());
+        Ok(Some(Refit { projection: new, ridge, error }))
     }
 }

@@ -10,7 +10,7 @@ use moh_model::{MohConfig, RouterKind};
 
 use super::*;
 
-/// Calibration tokens, in windows of 128; a search reads half of them.
+/// Calibration tokens, in windows of 128; a search reads seven of nine.
 const TOKENS: usize = 4096;
 
 /// By how much the error of exchanges exceeds the least one, of each layer.
@@ -20,7 +20,7 @@ fn excess(router: RouterKind, shared: usize, active: usize) -> Vec<f64> {
     let weights = WeightFiles::open(&directory).unwrap();
     let mut ids = vec![0; TOKENS];
     TokenFile::open(&directory.join("voyage")).unwrap().read(0, &mut ids).unwrap();
-    let tokens = CalibrationTokens::new(ids, 128, &config).unwrap();
+    let tokens = CalibrationTokens::new(ids, 128, TOKENS, &config).unwrap();
     let moh =
         MohConfig { router, shared_heads: shared.into(), routed_top_k: (active - shared).into() };
     let options = CalibrationOptions {
@@ -33,17 +33,19 @@ fn excess(router: RouterKind, shared: usize, active: usize) -> Vec<f64> {
         weights.read_f32(name, values).unwrap();
         Ok::<_, Error>(())
     };
-    let mut job = Job::new(&Cpu, &config, &options, &tokens, &mut read).unwrap();
+    let mut job = Job::new(&Cpu, &config, &options, &tokens, &mut read, &|| false).unwrap();
     let mut excess = Vec::new();
     for layer in 0..config.num_hidden_layers {
         let projection = job.load_source(layer).unwrap();
         let sample = job.sample(&projection).unwrap();
         let all = sample.best_set(&mut job.judged_sums, &[shared], active).unwrap();
         let numbers = std::iter::once(shared);
-        let found = sample.best_by_exchange(&mut job.judged_sums, numbers, active).unwrap();
+        let found = sample
+            .best_by_exchange(&mut job.judged_sums, &sample.grams(), numbers, active)
+            .unwrap();
         excess.push(found.error / all.error - 1.0);
         // The next layer of the dense model.
-        job.measure(layer, &moh.of_layer_alone(layer)).unwrap();
+        job.measure(&moh.of_layer_alone(layer), true).unwrap();
     }
     excess
 }

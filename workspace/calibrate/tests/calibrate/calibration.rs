@@ -1,9 +1,11 @@
 //! Whole calibrations of small random models.
 
-use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::support::{LENGTH, config, moh, run_on, source, tokens, with_more_heads};
-use moh_calibrate::{Calibration, CalibrationOptions, Error, LayerCalibration, Shared, calibrate};
+use moh_calibrate::{
+    Calibration, CalibrationOptions, Error, LayerCalibration, Shared, Watch, calibrate,
+};
 use moh_kernels::{Cpu, DType};
 use moh_model::{HeadCounts, Model, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
 
@@ -24,9 +26,9 @@ fn failure(
     mut weights: impl FnMut(&str, &mut [f32]) -> Result<(), Error>,
 ) -> String {
     let tokens = tokens(config);
-    let mut go_on = |_, _| ControlFlow::Continue(());
     let mut refitted = |_: usize, _: &[f32]| Ok(());
-    calibrate(&Cpu, config, options, &tokens, &mut weights, &mut refitted, &mut go_on)
+    let watch = Watch { progress: &mut |_, _| (), is_stopped: &|| false };
+    calibrate(&Cpu, config, options, &tokens, &mut weights, &mut refitted, watch)
         .unwrap_err()
         .to_string()
 }
@@ -36,7 +38,7 @@ fn active(moh: &MohConfig) -> [usize; 3] {
     [0, 1, 2].map(|layer| moh.layer(layer).active())
 }
 
-/// The mean cross-entropy over the calibration tokens, by its logits, of a whole model with these output projections and
+/// The mean cross-entropy over the tokens that are held out, by its logits, of a whole model with these output projections and
 /// these matrices of a router.
 fn loss(
     config: &ModelConfig,
@@ -62,8 +64,8 @@ fn loss(
             Ok(())
         })
         .unwrap();
-    let tokens = tokens(&config);
-    let windows: Vec<Vec<u32>> = tokens.ids().chunks(LENGTH).map(<[u32]>::to_vec).collect();
+    let held_out = tokens(&config).held_out();
+    let windows: Vec<Vec<u32>> = held_out.chunks(LENGTH).map(<[u32]>::to_vec).collect();
     let output = model.run(&windows).unwrap();
     let mut sum = 0.0;
     for (window, logits) in windows.iter().zip(output.logits.chunks_exact(LENGTH * 60)) {
@@ -94,7 +96,6 @@ fn losses_are_those_of_whole_models() {
             assert_eq!(projections.len(), 3);
             for (expected, measured) in [
                 (loss(&config, None, &[], &[]), found.losses.dense),
-                (loss(&config, Some(moh.clone()), &[], &[]), found.losses.given),
                 (
                     loss(&config, Some(found.moh.clone()), &projections, &[]),
                     found.losses.calibrated,
@@ -124,9 +125,10 @@ fn sets_are_better_than_the_first_heads_and_a_free_number_is_no_worse() {
     let first_layer = |found: &Calibration| found.layers[0].error.unwrap();
     let (given, sets) = (run(Shared::Given), run(Shared::Calibrated));
     assert_eq!(given.moh.shared_heads, SharedHeadSets::from(4));
-    // The first layer sees the dense model's activations, on which sets are judged, on twice the tokens.
+    // The first layer sees the dense model's activations, on which sets are judged, of other tokens.
     assert!(first_layer(&sets) < first_layer(&given), "{sets:?} {given:?}");
-    assert!(first_layer(&run(Shared::CalibratedNumber)) < 1.02 * first_layer(&sets));
+    let number = first_layer(&run(Shared::CalibratedNumber));
+    assert!(number < 1.02 * first_layer(&sets), "{number} {sets:?}");
 }
 
 #[test]
@@ -190,7 +192,7 @@ fn layers_have_a_total_of_active_heads() {
         assert!(active.iter().all(|&n| n >= unit && n.is_multiple_of(unit)), "{active:?}");
         config.check_moh(&found.moh).unwrap();
         assert_eq!(projections.len(), 3);
-        assert!((found.losses.given - found.losses.dense).abs() > 1e-6, "{router:?}");
+        assert!((found.losses.calibrated - found.losses.dense).abs() > 1e-6, "{router:?}");
     }
 }
 
@@ -310,21 +312,20 @@ fn weights_that_are_not_finite_are_named_by_layer() {
 }
 
 #[test]
-fn a_calibration_stops_between_layers() {
+fn a_calibration_stops_within_a_layer() {
     let config = config("llama");
-    let mut calls = 0;
+    let (mut layers, asked) = (Vec::new(), AtomicUsize::new(0));
+    // In the search of the second layer.
+    let is_stopped = || asked.fetch_add(1, Ordering::Relaxed) == 1000;
     let found = calibrate::<Cpu, Error>(
         &Cpu,
         &config,
-        &refit(moh(4, 2), Shared::Given),
+        &refit(moh(4, 2), Shared::Calibrated),
         &tokens(&config),
         &mut source(&config),
         &mut |_, _| Ok(()),
-        &mut |done, all| {
-            calls += 1;
-            assert_eq!((done, all), (calls - 1, 3));
-            if done == 1 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-        },
+        Watch { progress: &mut |done, all| layers.push((done, all)), is_stopped: &is_stopped },
     );
-    assert_eq!((found.unwrap(), calls), (None, 2));
+    assert_eq!(found.unwrap(), None);
+    assert_eq!((layers, asked.into_inner()), (vec![(0, 3), (1, 3)], 1001));
 }

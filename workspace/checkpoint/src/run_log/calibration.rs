@@ -5,7 +5,6 @@ use serde::{Deserialize, Serialize};
 
 /// The calibration of a stage's conversion.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct StageCalibration {
     /// The stage's name.
     pub stage: String,
@@ -13,12 +12,12 @@ pub struct StageCalibration {
     pub step: u64,
     /// Calibration tokens.
     pub tokens: u64,
-    /// Mean cross-entropy over them, in nats; null in JSON if it is not finite: of the dense model,
+    /// Those of them that nothing was fitted to; 0 in logs of versions that fitted to all.
+    #[serde(default)]
+    pub held_out_tokens: u64,
+    /// Mean cross-entropy over these, in nats; null in JSON if it is not finite: of the dense model,
     #[serde(deserialize_with = "finite_or_nan")]
     pub loss_dense: f64,
-    /// of the heads that the stage would have without the calibration, with the dense model's weights,
-    #[serde(deserialize_with = "finite_or_nan")]
-    pub loss_given: f64,
     /// and of the model with which the stage begins.
     #[serde(deserialize_with = "finite_or_nan")]
     pub loss: f64,
@@ -49,6 +48,9 @@ pub struct CalibratedLayer {
     /// The same with the refitted one, if it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<f64>,
+    /// The ridge of its fit, in means of the diagonal.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ridge: Option<f64>,
     /// The share of the heads' contributions, but for each token's mean, that the fit of a learned router explains.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub router_explained: Option<f64>,

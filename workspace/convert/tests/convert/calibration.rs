@@ -3,6 +3,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use moh_calibrate::CalibrationTokens;
+use moh_data::{TokenFileInfo, TokenFileWriter, Windows};
+use moh_hf::ConfigFile;
 use moh_testkit::programs::{assert_has, exits, read_json};
 use serde_json::{Value, json};
 
@@ -31,13 +34,30 @@ fn calibrated(dir: &Path, words: &str, tokens: &str) -> String {
     convert(dir, &arguments, 0).0
 }
 
-/// Compares the loss of the model that was written, over the calibration tokens of the voyage, with the receipt's.
+/// The windows of `length` of so many calibration tokens of the voyage that are held out, as a file.
+fn held_out(dir: &Path, tokens: usize, length: usize) -> Windows {
+    let all = windows(&quickstart().join("voyage"), length).spread((tokens / length) as u64);
+    let mut ids = vec![0; tokens];
+    for (number, window) in (0..all.len()).zip(ids.chunks_exact_mut(length)) {
+        all.read(number, window).unwrap();
+    }
+    let config = ConfigFile::read(&quickstart()).unwrap().config;
+    let held_out = CalibrationTokens::new(ids, length, 4096, &config).unwrap().held_out();
+    let mut file = TokenFileWriter::replace(&dir.join("held-out"), config.vocab_size).unwrap();
+    file.push_document(&held_out).unwrap();
+    file.finish(TokenFileInfo::default()).unwrap();
+    windows(&dir.join("held-out"), length)
+}
+
+/// Compares the loss of the model that was written, over the tokens of the voyage that were held out, with the receipt's.
 #[track_caller]
 fn assert_loss_is_measured(dir: &Path, receipt: &Value) {
-    const LENGTH: usize = 512;
     let calibration = &receipt["calibration"];
-    let tokens = calibration["tokens"].as_u64().unwrap();
-    let windows = windows(&quickstart().join("voyage"), LENGTH).spread(tokens / LENGTH as u64);
+    let tokens = calibration["tokens"].as_u64().unwrap() as usize;
+    // At least nine windows.
+    let length = 1 << (tokens / 9).ilog2();
+    let windows = held_out(dir, tokens, length);
+    assert_eq!(calibration["held_out_tokens"], windows.len() * length as u64);
     let loss = loss(&dir.join("out"), &windows);
     let measured = calibration["loss"].as_f64().unwrap();
     assert!((measured - loss).abs() < 1e-5, "{measured} {loss}");
@@ -58,7 +78,7 @@ fn measured_heads_and_projections_lose_less() {
     let dir = tempfile::tempdir().unwrap();
     let stdout = calibrated(dir.path(), "--routed-top-k 2 --shared-heads 2", "8192");
     let parts = [
-        "  measured on      8,192 tokens: loss ",
+        "  measured on      8,192 tokens: held-out loss ",
         "tensors          50 of 56 unchanged, bit by bit, 6 refitted",
         "logits with all heads on are ",
     ];
@@ -66,9 +86,12 @@ fn measured_heads_and_projections_lose_less() {
     let receipt = read_json(&dir.path().join("receipt.json"));
     let calibration = &receipt["calibration"];
     let loss = |key: &str| calibration[key].as_f64().unwrap();
-    // The text is new to the model, which knows stories from a village.
-    assert!(loss("loss") < loss("loss_given"), "{calibration}");
     assert_loss_is_measured(dir.path(), &receipt);
+    let first = tempfile::tempdir().unwrap();
+    convert(first.path(), &["--routed-top-k", "2", "--shared-heads", "2"], 0);
+    let windows = held_out(first.path(), 8192, 512);
+    let of_first = self::loss(&first.path().join("out"), &windows);
+    assert!(loss("loss") < of_first - 0.05, "{calibration} {of_first}");
     assert_eq!((&calibration["tokens"], &calibration["refit"]), (&json!(8192), &json!(true)));
     let layers = calibration["layers"].as_array().unwrap();
     assert_eq!(layers.len(), 6);
@@ -86,7 +109,10 @@ fn measured_heads_and_projections_lose_less() {
         assert_eq!(tensor["unchanged"], !is_projection, "{tensor}");
     }
     let card = fs::read_to_string(dir.path().join("out/README.md")).unwrap();
-    assert_has(&card, &["refitted the output projections", "8,192 tokens"]);
+    assert_has(
+        &card,
+        &["refitted the output projections", "8,192 tokens", "which nothing was fitted to"],
+    );
 
     // What is converted to dense again is another model.
     let arguments = ["--from", "out", "--attention", "dense", "--out", "dense"];
@@ -97,6 +123,56 @@ fn measured_heads_and_projections_lose_less() {
     let said =
         ["with all heads active it is not the dense model", "made every head serve every token"];
     assert_has(&card, &said);
+}
+
+#[test]
+fn several_texts_have_losses_of_their_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let texts = ["voyage=2", "../../README.md"];
+    let texts = texts.map(|name| quickstart().join(name).display().to_string());
+    let sizes = ["--calibration-tokens", "16384", "--calibration-length", "128"];
+    let mut arguments = vec!["--active", "0.75", "--receipt", "receipt.json"];
+    arguments.extend(sizes);
+    arguments.extend(texts.iter().flat_map(|text| ["--calibration", text]));
+    let (stdout, _) = convert(dir.path(), &arguments, 0);
+    let receipt = &read_json(&dir.path().join("receipt.json"))["calibration"];
+    let texts = receipt["texts"].as_array().unwrap();
+    let loss = |of: &Value, key: &str| of[key].as_f64().unwrap();
+    for key in ["loss", "loss_dense"] {
+        let (voyage, other) = (loss(&texts[0], key), loss(&texts[1], key));
+        // The model was trained on stories.
+        assert!(voyage < other - 1.0, "{receipt}");
+        let share = (other - loss(receipt, key)) / (other - voyage);
+        assert!((share - 2.0 / 3.0).abs() < 0.05, "{receipt}");
+    }
+    assert_has(&stdout, &["voyage: ", "README.md: "]);
+    let card = fs::read_to_string(dir.path().join("out/README.md")).unwrap();
+    assert_has(&card, &["voyage` and `", "README.md`: "]);
+}
+
+/// Windows begin and end as the seeds say, and the conversion is that of the file in which they are kept.
+#[test]
+fn a_model_samples_its_own_text() {
+    let [first, again] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let sizes = ["--calibration-tokens", "4096", "--calibration-length", "64", "--active", "0.75"];
+    let convert =
+        |dir: &Path, text| convert(dir, &[&sizes[..], &["--calibration", text]].concat(), 0);
+    let (_, stderr) = convert(first.path(), "self");
+    assert!(stderr.contains("--calibration out-own-text reads it again"), "{stderr}");
+    let read = |dir: &Path, file: &str| fs::read(dir.join(file)).unwrap();
+    let kept = windows(&first.path().join("out-own-text"), 64);
+    assert_eq!(kept.len(), 64);
+    let mut all = [[0; 64]; 64];
+    all.iter_mut().zip(0..).for_each(|(ids, number)| kept.read(number, ids).unwrap());
+    let starts: std::collections::BTreeSet<&[u32]> = all.iter().map(|ids| &ids[..4]).collect();
+    assert!(starts.len() > 32, "{starts:?}");
+    for ending in ["bin", "idx"] {
+        let name = format!("out-own-text.{ending}");
+        fs::write(again.path().join(&name), read(first.path(), &name)).unwrap();
+    }
+    convert(again.path(), "out-own-text");
+    let weights = "out/model.safetensors";
+    assert_eq!(read(first.path(), weights), read(again.path(), weights));
 }
 
 #[test]
@@ -196,10 +272,11 @@ fn bad_calibrations_are_refused_before_anything_is_written() {
         ("--shared 0,9", 1, "shared_head_ids of layer 0 has head 9: the heads are 0 to 7"),
         ("--shared best", 2, "expected first, calibrated, or heads such as 0,5;1,2"),
         ("--calibration none", 1, "--calibration none: "),
-        ("--calibration short.txt", 1, "14 calibration tokens: a fit of 128 inputs"),
+        ("--calibration short.txt", 1, "12 of 14 calibration tokens are fitted to: a fit of 128"),
         ("--calibration tokens.bin", 1, "name it without .bin and .idx"),
         ("--shared 0,5 --shared-heads 4", 2, "gives their numbers too"),
         ("--calibration bad.jsonl", 1, "line 2: `text` is missing or not a string"),
+        ("--calibration short.txt=0", 2, "expected a weight above 0 after the last ="),
         ("--calibration VOYAGE --calibration-tokens 0", 2, "--calibration-tokens"),
         ("--calibration VOYAGE --calibration-length 9999", 1, "windows of 9999 tokens"),
         ("--calibration VOYAGE --attention dense", 2, "--routed-top-k or --calibration"),

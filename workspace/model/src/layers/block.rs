@@ -92,9 +92,21 @@ impl Block {
         self.attention.forward(cx, normed, attention, scratch, ResidualSum { x, y: h })?;
         drop(span);
 
-        // y = h + mlp(norm(h))
+        self.add_mlp(cx, h, mlp_norm, gate_up, scratch, y)
+    }
+
+    /// The second part of [`Self::forward`]: `y = h + mlp(norm(h))`.
+    pub fn add_mlp<B: Backend, T: Element>(
+        &self,
+        cx: &Context<'_, B, T>,
+        h: &B::Buffer<T>,
+        norm: &mut Normed<B, T>,
+        gate_up: &mut B::Buffer<T>,
+        scratch: &mut Scratch<B, T>,
+        y: &mut B::Buffer<T>,
+    ) -> Result<()> {
         let _span = span::enter("mlp");
-        let normed = self.mlp_norm.forward(cx, h, mlp_norm)?;
+        let normed = self.mlp_norm.forward(cx, h, norm)?;
         self.mlp.forward(cx, normed, gate_up, scratch, ResidualSum { x: h, y })
     }
 

@@ -399,10 +399,11 @@ fn calibrations_that_cannot_be_made_are_refused() {
         ),
         ("calibration = { tokens = 0 }", "calibration.tokens = 0", "must be from 1 to"),
         (
-            "calibration = { tokens = 63 }",
-            "calibration.tokens = 63",
-            "must be at least 64, as many as all query heads are wide, in whole sequences of 32 tokens",
+            "calibration = { tokens = 95 }",
+            "calibration.tokens = 95",
+            "must be at least 96: 3 sequences of 32 tokens, and 1.5 times as many tokens as all query heads are wide",
         ),
+        ("calibration = { search_tokens = 0 }", "calibration.search_tokens = 0", "must be from 1"),
         (
             "shared_head_ids = [[0, 2], [1, 3], [0, 1], [4, 5], [6, 7]], calibration = {}",
             "calibration.shared = \"calibrated\"",
@@ -494,8 +495,12 @@ fn the_matrices_of_a_router_are_added_and_kept() {
 #[test]
 fn calibrations_have_defaults_and_are_of_stages_that_convert() {
     let recipe = with(&["stage.moh.moh={ calibration = {} }"]);
-    let expected =
-        CalibrationOptions { tokens: 65_536, shared: SharedChoice::Calibrated, refit: true };
+    let expected = CalibrationOptions {
+        tokens: 65_536,
+        search_tokens: 4096,
+        shared: SharedChoice::Calibrated,
+        refit: true,
+    };
     assert_eq!(recipe.stages[1].calibration(), Some(expected));
     assert_eq!(parse(&recipe.to_toml().unwrap(), &[]).unwrap(), recipe);
     assert!(recipe.has_refitted(2) && !recipe.has_refitted(1));

@@ -10,6 +10,7 @@ pub(super) fn check(faults: &mut Faults, stage: &Stage) {
     let key = |rest: &str| stage_key(stage, &format!("moh.calibration{rest}"));
     let Some(calibration) = stage.calibration() else { return };
     faults.within(&key(".tokens"), calibration.tokens, MAX_TOKENS);
+    faults.within(&key(".search_tokens"), calibration.search_tokens as u64, MAX_TOKENS);
     if !faults.is_complete(&stage_key(stage, "moh")) {
         return;
     }
@@ -44,14 +45,16 @@ pub(super) fn check_model(faults: &mut Faults, recipe: &Recipe, index: usize, mo
         faults.add(&key(""), reason);
     }
     let (length, width) = (recipe.stage_data(stage).sequence_length, model.query_width() as u64);
-    let tokens = calibration.sequences(length).saturating_mul(length as u64);
+    // At least two thirds of the sequences are fitted to, and one is not.
+    let least = (width + width.div_ceil(2)).div_ceil((length as u64).max(1)).max(3);
     let reason = format!(
-        "must be at least {}, as many as all query heads are wide, in whole sequences of {length} tokens",
-        width.next_multiple_of((length as u64).max(1))
+        "must be at least {}: 3 sequences of {length} tokens, and 1.5 times as many tokens as all query heads are wide",
+        least.saturating_mul(length as u64)
     );
     // No tokens at all are a fault already.
     let is_known = calibration.tokens > 0 && faults.is_known(&stage.data_key("sequence_length"));
-    faults.check(tokens >= width || !is_known, &key(".tokens"), calibration.tokens, reason);
+    let fits = calibration.sequences(length) >= least;
+    faults.check(fits || !is_known, &key(".tokens"), calibration.tokens, reason);
 }
 
 /// Checks that a stage after a calibrated one can keep its heads, or names others.

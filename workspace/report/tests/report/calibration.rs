@@ -21,7 +21,8 @@ fn write_calibrated_run(dir: &Path, errors: [Value; 2]) {
     };
     let layers: Vec<Value> = layers.map(layer).collect();
     let calibration = json!({
-        "stage": "m<oh", "step": 140, "tokens": 16384, "loss_dense": 0.44, "loss_given": null, "loss": 0.453,
+        "stage": "m<oh", "step": 140, "tokens": 16384, "held_out_tokens": 2048, "loss_dense": null,
+        "loss": 0.453,
         "refit": errors[0] != Value::Null, "layers": layers,
     });
     let summary = json!({
@@ -35,9 +36,9 @@ fn a_calibration_has_losses_errors_and_heads() {
     let dir = empty();
     write_calibrated_run(dir.path(), [0.125.into(), 0.0625.into()]);
     let shown = page(dir.path(), "run");
-    let sentence = "Stage m&lt;oh, before step 141: on 16384 tokens the dense model's loss is 0.4400, that of the \
-                    chosen heads 0.4530 with refitted output projections, and that of the heads that the recipe gives \
-                    not finite.";
+    let sentence = "Stage m&lt;oh, before step 141, calibrated on 16384 tokens: on the 2048 that are held out the \
+                    dense model's loss is not finite, and that of the chosen heads 0.4530 with refitted output \
+                    projections.";
     assert!(shown.contains(sentence));
     let errors = figures(&shown, "Error of the attention output by layer")[0];
     assert_has(errors, &["the dense model's projection", "refitted"]);
@@ -46,7 +47,7 @@ fn a_calibration_has_losses_errors_and_heads() {
     // Without a refit there is one curve, and no column of it.
     write_calibrated_run(dir.path(), [Value::Null, Value::Null]);
     let shown = page(dir.path(), "run");
-    assert!(shown.contains("that of the chosen heads 0.4530, and that of"));
+    assert!(shown.contains("that of the chosen heads 0.4530."));
     assert!(!shown.contains("refitted") && !shown.contains("explained by the router"));
     // The fit of a learned router has a column.
     let summary = dir.path().join("run/summary.json");

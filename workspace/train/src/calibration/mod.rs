@@ -11,13 +11,12 @@ mod fitted;
 mod record;
 
 use std::collections::HashMap;
-use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use fitted::{Fitted, FittedWriter};
-use moh_calibrate::{CalibrationTokens, Shared, calibrate};
+use moh_calibrate::{CalibrationTokens, Shared, Watch, calibrate};
 use moh_checkpoint::{RunDirectory, RunState, StoredCheckpoint};
 use moh_data::TrainingData;
 use moh_kernels::Backend;
@@ -72,8 +71,9 @@ impl<'a> StageMeasurement<'a> {
         let Some(moh) = stage.moh_config(source.original_config())? else { return Ok(None) };
         let dense = ModelConfig { moh: None, ..source.config.clone() };
         let ids = first_tokens(data, state.sample, &calibration)?;
-        let tokens = CalibrationTokens::new(ids, data.sequence_length(), &dense)
-            .map_err(|source| error(recipe, &stage.name, source))?;
+        let tokens =
+            CalibrationTokens::new(ids, data.sequence_length(), calibration.search_tokens, &dense)
+                .map_err(|source| error(recipe, &stage.name, source))?;
         let shared = measured_heads(calibration.shared, &moh, dense.num_hidden_layers);
         // Training goes on with the values in f32.
         let refit = calibration.refit;
@@ -156,6 +156,7 @@ impl<'a> StageMeasurement<'a> {
             },
             "refit": refit,
             "length": self.tokens.length(),
+            "search": self.tokens.search_tokens(),
             "tokens": blake3::hash(&ids).to_hex().as_str(),
         });
         blake3::hash(described.to_string().as_bytes()).to_hex().to_string()
@@ -182,12 +183,10 @@ impl<'a> StageMeasurement<'a> {
                 let mut progress = |done: usize, total: usize| {
                     // Whoever hears it may have failed.
                     let _ = sender.send((done as u64, total as u64));
-                    match stops.load(Ordering::Relaxed) {
-                        true => ControlFlow::Break(()),
-                        false => ControlFlow::Continue(()),
-                    }
                 };
-                self.measure(&backend, &mut progress)
+                let is_stopped = || stops.load(Ordering::Relaxed);
+                let watch = Watch { progress: &mut progress, is_stopped: &is_stopped };
+                self.measure(&backend, watch)
             });
             loop {
                 match layers.recv_timeout(EXCHANGE_EVERY) {
@@ -212,7 +211,7 @@ impl<'a> StageMeasurement<'a> {
     fn measure<B: Backend + Clone>(
         &self,
         backend: &B,
-        progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
+        watch: Watch<'_>,
     ) -> Result<Option<CalibrationRecord>> {
         let weights = self.weights()?;
         let path = self.run.calibrated_tensors(self.step);
@@ -232,7 +231,7 @@ impl<'a> StageMeasurement<'a> {
             &mut |name, values| Ok(self.read(&weights, name, values)?),
             // Layers come in order, if they are refitted.
             &mut |_, values| writer.as_mut().map_or(Ok(()), |writer| Ok(writer.add(values)?)),
-            progress,
+            watch,
         );
         let found = found.map_err(|failure| match failure {
             Failure::Run(error) => error,
@@ -246,9 +245,8 @@ impl<'a> StageMeasurement<'a> {
             }
         }
         let hashes = writer.map_or(Ok(Vec::new()), FittedWriter::finish)?;
-        let (identity, tokens) = (self.identity(&weights), self.tokens.ids().len());
-        let place = (self.stage, self.step);
-        let record = CalibrationRecord::new(identity, place, tokens, &found, fitted, hashes);
+        let (identity, place) = (self.identity(&weights), (self.stage, self.step));
+        let record = CalibrationRecord::new(identity, place, &self.tokens, &found, fitted, hashes);
         let path = self.run.calibration(self.step);
         moh_files::write(&path, &record.text(&path)?).map_err(moh_files::io(&path))?;
         Ok(Some(record))

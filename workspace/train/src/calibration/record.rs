@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use moh_calibrate::Calibration;
+use moh_calibrate::{Calibration, CalibrationTokens};
 use moh_checkpoint::run_directory::RunDirectory;
 use moh_checkpoint::run_log::{CalibratedLayer, StageCalibration};
 use moh_kernels::{Backend, Element};
@@ -40,18 +40,18 @@ pub fn calibrated_layers(found: &Calibration) -> Vec<CalibratedLayer> {
         routed_top_k: layer.top_k,
         error_before: layer.error_before,
         error: layer.error,
+        ridge: layer.ridge,
         router_explained: layer.router.as_ref().map(|fit| fit.explained),
     };
     found.layers.iter().map(layer).collect()
 }
 
 impl CalibrationRecord {
-    /// The record of a calibration of a stage after `step` steps on so many tokens, with the hashes of the matrices that
-    /// it has fitted.
+    /// The record of a calibration of a stage after `step` steps, with the hashes of the matrices that it has fitted.
     pub(super) fn new(
         identity: String,
         (stage, step): (&str, u64),
-        tokens: usize,
+        tokens: &CalibrationTokens,
         found: &Calibration,
         fitted: Fitted,
         mut hashes: Vec<String>,
@@ -61,9 +61,9 @@ impl CalibrationRecord {
         let calibration = StageCalibration {
             stage: stage.to_owned(),
             step,
-            tokens: tokens as u64,
+            tokens: tokens.ids().len() as u64,
+            held_out_tokens: tokens.held_out().len() as u64,
             loss_dense: found.losses.dense,
-            loss_given: found.losses.given,
             loss: found.losses.calibrated,
             refit: fitted.projections,
             layers: calibrated_layers(found),
@@ -193,7 +193,7 @@ mod tests {
             "format": 1,
             "identity": "ab",
             "calibration": {
-                "stage": "moh", "step": 5, "tokens": 128, "loss_dense": 1.0, "loss_given": null,
+                "stage": "moh", "step": 5, "tokens": 128, "loss_dense": null, "loss_given": 3.0,
                 "loss": 2.0, "refit": true, "layers": [layer(&[0, 3]), layer(&[1, 2])],
             },
             "projections": ["cd", "ef"],
@@ -216,7 +216,8 @@ mod tests {
     #[test]
     fn a_record_reads_back_with_its_heads() {
         let found = parse(&record()).unwrap();
-        assert!(found.calibration.loss_given.is_nan());
+        // As versions wrote it that held no tokens out, and measured the heads that the stage would have had.
+        assert!(found.calibration.loss_dense.is_nan() && found.calibration.held_out_tokens == 0);
         let again = found.text(Path::new("record.json")).unwrap();
         let again = CalibrationRecord::parse(&again, Path::new("record.json")).unwrap();
         assert_eq!(

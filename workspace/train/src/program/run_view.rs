@@ -263,8 +263,7 @@ fn describe_layers(done: u64, total: u64, elapsed: Duration) -> String {
 
 /// What a calibration has chosen, and its losses.
 fn describe_calibration(calibration: &StageCalibration) -> String {
-    let StageCalibration { stage, tokens, loss_dense, loss_given, loss, refit, layers, .. } =
-        calibration;
+    let StageCalibration { stage, tokens, loss_dense, loss, refit, layers, .. } = calibration;
     let heads = |layer: &CalibratedLayer| {
         let heads: Vec<String> = layer.shared_heads.iter().map(usize::to_string).collect();
         heads.join(",")
@@ -276,8 +275,8 @@ fn describe_calibration(calibration: &StageCalibration) -> String {
     let refitted = if *refit { ", output projections refitted" } else { "" };
     let fitted = if calibration.has_fitted_router() { ", router fitted" } else { "" };
     format!(
-        "stage {stage} calibrated on {} tokens: loss {loss:.4}, {loss_dense:.4} dense, {loss_given:.4} with the \
-         given heads; shared heads {}{refitted}{fitted}",
+        "stage {stage} calibrated on {} tokens: held-out loss {loss:.4}, {loss_dense:.4} dense; shared heads \
+         {}{refitted}{fitted}",
         HumanCount(*tokens),
         shown.join("; ")
     )
@@ -372,22 +371,23 @@ mod tests {
             routed_top_k: 1,
             error_before: 0.5,
             error: Some(0.25),
+            ridge: Some(0.1),
             router_explained: None,
         };
         let mut calibration = StageCalibration {
             stage: "moh".to_owned(),
             step: 5,
             tokens: 65_536,
+            held_out_tokens: 8192,
             loss_dense: 2.0,
-            loss_given: 2.5,
             loss: 2.125,
             refit: true,
             layers: vec![layer.clone(); 2],
         };
         assert_eq!(
             describe_calibration(&calibration),
-            "stage moh calibrated on 65,536 tokens: loss 2.1250, 2.0000 dense, 2.5000 with the given heads; shared \
-             heads 0,3; 0,3, output projections refitted"
+            "stage moh calibrated on 65,536 tokens: held-out loss 2.1250, 2.0000 dense; shared heads 0,3; 0,3, output \
+             projections refitted"
         );
         calibration.layers[1].router_explained = Some(0.5);
         assert!(describe_calibration(&calibration).ends_with("refitted, router fitted"));

@@ -24,8 +24,8 @@ pub fn table(summary: &Summary) -> String {
         }
     }
     for of in &summary.calibrations {
-        let others = format!("(dense {:.4}, given heads {:.4})", of.loss_dense, of.loss_given);
-        let label = format!("stage {}'s calibration tokens", of.stage);
+        let others = format!("(dense {:.4})", of.loss_dense);
+        let label = format!("stage {}'s calibration, held out", of.stage);
         rows.push(vec![label, format!("{:.4}", of.loss), String::new(), others]);
     }
     if let Some(share) = summary.recovered() {

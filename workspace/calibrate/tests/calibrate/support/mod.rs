@@ -1,9 +1,8 @@
 //! Small random models, and their calibrations.
 
-use std::ops::ControlFlow;
 use std::path::Path;
 
-use moh_calibrate::{Calibration, CalibrationOptions, CalibrationTokens, Error, calibrate};
+use moh_calibrate::{Calibration, CalibrationOptions, CalibrationTokens, Error, Watch, calibrate};
 use moh_hf::ConfigFile;
 use moh_kernels::Backend;
 use moh_model::initial::initialize;
@@ -51,7 +50,7 @@ pub fn moh(shared: usize, top_k: usize) -> MohConfig {
 
 pub fn tokens(config: &ModelConfig) -> CalibrationTokens {
     let ids = (0..40 * LENGTH as u32).map(|i| (i * i * 7 + i * 13) % 60).collect();
-    CalibrationTokens::new(ids, LENGTH, config).unwrap()
+    CalibrationTokens::new(ids, LENGTH, 40 * LENGTH, config).unwrap()
 }
 
 /// A calibration on a device, and the output projections that it refitted.
@@ -72,7 +71,7 @@ pub fn run_on<B: Backend + Clone>(
             projections.push(values.to_vec());
             Ok(())
         },
-        &mut |_, _| ControlFlow::Continue(()),
+        Watch { progress: &mut |_, _| (), is_stopped: &|| false },
     );
     (found.unwrap().unwrap(), projections)
 }
