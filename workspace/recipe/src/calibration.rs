@@ -1,5 +1,5 @@
 //! `moh.calibration = { .. }` of a stage: a conversion by measurement. Where the stage converts a dense model, its
-//! shared heads, output projections and the matrices of a learned router are chosen by the stage's first sequences.
+//! shared heads, output projections and the matrices of a learned router are chosen by sequences that the stage does not train on.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,7 +9,7 @@ use crate::{AttentionKind, Recipe, Stage};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct CalibrationOptions {
-    /// Tokens of the stage's first sequences, in whole sequences; default: 65,536.
+    /// Tokens of the sequences after the stage's last one, in whole sequences; default: 65,536.
     pub tokens: u64,
     /// Tokens of them on which sets of shared heads are compared; default: 4,096.
     pub search_tokens: usize,

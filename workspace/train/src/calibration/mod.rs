@@ -1,6 +1,6 @@
 //! The calibration of a stage that converts a dense model: its shared heads are chosen, its output projections refitted
-//! and the matrices of a learned router fitted by measurement (crate `moh-calibrate`), on the stage's first sequences,
-//! before its first step.
+//! and the matrices of a learned router fitted by measurement (crate `moh-calibrate`), on sequences
+//! that the stage does not train on, before its first step.
 //!
 //! The first rank alone measures. It reads the weights by their names: of the initial model, or of the checkpoint with
 //! which the stage before ends. Its result is two files of the run directory (`record.rs`, `fitted.rs`), of which
@@ -70,7 +70,9 @@ impl<'a> StageMeasurement<'a> {
         let Some(calibration) = stage.calibration() else { return Ok(None) };
         let Some(moh) = stage.moh_config(source.original_config())? else { return Ok(None) };
         let dense = ModelConfig { moh: None, ..source.config.clone() };
-        let ids = first_tokens(data, state.sample, &calibration)?;
+        // Those after the stage's own: on what a fit has read, a loss of training says little.
+        let own = stage.num_steps().saturating_mul(recipe.batch_sequences(stage));
+        let ids = first_tokens(data, state.sample.saturating_add(own), &calibration)?;
         let tokens =
             CalibrationTokens::new(ids, data.sequence_length(), calibration.search_tokens, &dense)
                 .map_err(|source| error(recipe, &stage.name, source))?;

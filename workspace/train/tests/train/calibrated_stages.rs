@@ -1,5 +1,5 @@
 //! Stages whose conversion is measured: they begin with the heads, output projections and routers of crate `moh-calibrate`
-//! on their first sequences, on any layout of ranks, and with the same bits after a stop or a kill at any moment. And
+//! on sequences that they do not train on, on any layout of ranks, and with the same bits after a stop or a kill at any moment. And
 //! stages whose router has matrices that the model lacks, measured or not.
 
 use std::cell::Cell;
@@ -74,7 +74,7 @@ fn dense_run(place: &TestRun) -> RunDirectory {
     run_of(&recipe)
 }
 
-/// What crate `moh-calibrate` finds for the checkpoint of step 5 on 16 samples from the 40th on, and the output
+/// What crate `moh-calibrate` finds for the checkpoint of step 5 on the 16 samples that come after the second stage's, and the output
 /// projections.
 fn expected(recipe: &Recipe, shared: Shared) -> (Calibration, Vec<Vec<f32>>) {
     let stored = StoredCheckpoint::of_step(&run_of(recipe), 5).unwrap();
@@ -83,7 +83,8 @@ fn expected(recipe: &Recipe, shared: Shared) -> (Calibration, Vec<Vec<f32>>) {
         .config;
     let data = &open_training(recipe, config.vocab_size).unwrap()[1];
     let mut ids = Vec::new();
-    for number in 40..56 {
+    let trained = recipe.stages[1].num_steps() * recipe.batch_sequences(&recipe.stages[1]);
+    for number in (40..56).map(|number| number + trained) {
         let mut window = vec![0; data.sequence_length() + 1];
         data.sample(number, &mut window, None).unwrap();
         ids.extend_from_slice(&window[..data.sequence_length()]);
