@@ -28,14 +28,15 @@ HERE = Path(__file__).resolve().parent
 LENGTH, WINDOWS = 512, 48
 # Heads that tokens compute of 9: shared and routed ones.
 COUNTS = {7: (4, 3), 5: (2, 3)}
-# Topics that a calibration reads, and its tokens.
-TEXTS = {"own": ("prose", "python"), "prose": ("prose",)}
+# What the model has sampled, for all conversions that read its own text.
+OWN_TEXT = WORK / "own-text"
 
 
-def calibration(text, tokens):
-    """The options of a calibration on windows of some topics in turn."""
-    texts = [word for topic in TEXTS[text] for word in ("--calibration", prefix(topic, "train"))]
-    return [*texts, "--calibration-tokens", tokens, "--calibration-length", LENGTH]
+def calibration(topics, tokens):
+    """The options of a calibration on windows of some topics in turn, or of the model's own text."""
+    texts = [prefix(topic, "train") for topic in topics] or ["self"]
+    words = [word for text in texts for word in ("--calibration", text)]
+    return [*words, "--calibration-tokens", tokens, "--calibration-length", LENGTH]
 
 
 def heads(active, router="query-norm", shared=None):
@@ -49,14 +50,15 @@ def variants():
     for active in COUNTS:
         yield f"{active} first heads", heads(active)
         for tokens in (16_384, 32_768, 65_536, 131_072):
-            yield f"{active} chosen, {tokens}", [*heads(active), *calibration("own", tokens)]
-        both = calibration("own", 131_072)
+            yield f"{active} chosen, {tokens}", [*heads(active), *calibration(("prose", "python"), tokens)]
+        both = calibration(("prose", "python"), 131_072)
+        yield f"{active} chosen by own text, 131072", [*heads(active), *calibration((), 131_072)]
         yield f"{active} first heads refitted, 131072", [*heads(active), "--shared", "first", *both]
         yield f"{active} chosen number, 131072", ["--active", active / 9, *both]
         yield f"{active} fixed, 131072", [*heads(active, "static", active), *both]
         yield f"{active} two-stage, 131072", [*heads(active, "two-stage"), *both]
         yield f"{active} linear, 131072", [*heads(active, "linear"), *both]
-        yield f"{active} chosen by prose, 131072", [*heads(active), *calibration("prose", 131_072)]
+        yield f"{active} chosen by prose, 131072", [*heads(active), *calibration(("prose",), 131_072)]
 
 
 VARIANTS = dict(variants())
@@ -78,7 +80,7 @@ class Measurement:
     def loss(self, model):
         """The losses of a model by topic."""
         data = [word for topic in TOPICS for word in ("--data", prefix(topic, "valid"))]
-        arguments = ("--sequence-length", LENGTH, "--limit", WINDOWS, "--json")
+        arguments = ("--sequence-length", LENGTH, "--limit", WINDOWS, "--dtype", "f32", "--json")
         found = json.loads(self.programs.run("moh-eval", "loss", "--model", model, *data, *arguments))["losses"]
         return {topic: measured["loss"] for topic, measured in zip(TOPICS, found, strict=True)}
 
@@ -90,11 +92,16 @@ class Measurement:
         out = WORK / "converted" / row["variant"].replace(" ", "-").replace(",", "")
         shutil.rmtree(ROOT / out, ignore_errors=True)
         receipt = Path(f"{out}.json")
+        if Path(f"{ROOT / OWN_TEXT}.idx").exists():
+            options = [OWN_TEXT if word == "self" else word for word in options]
         start = time.monotonic()
         words = ("--from", MODEL, "--out", out, "--receipt", receipt, "--force", "--no-verify")
         (ROOT / out).parent.mkdir(parents=True, exist_ok=True)
         self.programs.run("moh-convert", *words, *options)
         seconds = time.monotonic() - start
+        for ending in ("bin", "idx", "json"):
+            if Path(f"{ROOT / out}-own-text.{ending}").exists():
+                shutil.move(f"{ROOT / out}-own-text.{ending}", f"{ROOT / OWN_TEXT}.{ending}")
         printed = json.loads((ROOT / receipt).read_text()).get("calibration")
         row = row | {"losses": self.loss(out), "seconds": round(seconds, 1), "processor": processor()}
         if printed:

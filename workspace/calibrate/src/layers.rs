@@ -112,19 +112,47 @@ pub struct Watch<'a> {
     pub is_stopped: &'a (dyn Fn() -> bool + Sync),
 }
 
+/// A layer that a calibration has found.
+#[derive(Debug, Clone, PartialEq)]
+pub struct FoundLayer {
+    /// What was measured of it.
+    pub calibration: LayerCalibration,
+    /// Its new output projection, `[hidden_size, heads * head_dim]`, if it is refitted.
+    pub projection: Option<Vec<f32>>,
+}
+
+/// Keeps the layers of a calibration, so that an interrupted one goes on behind them.
+pub trait LayerStore<E> {
+    /// A layer that an earlier calibration of the same weights, tokens and options has found; `None` from some layer on.
+    fn known(&mut self, layer: usize) -> Result<Option<FoundLayer>, E>;
+
+    /// Keeps the next layer, which is not known.
+    fn keep(&mut self, found: FoundLayer) -> Result<(), E>;
+}
+
+/// Of layers that are measured for a comparison.
+struct KeepsNothing;
+
+impl<E> LayerStore<E> for KeepsNothing {
+    fn known(&mut self, _: usize) -> Result<Option<FoundLayer>, E> {
+        Ok(None)
+    }
+
+    fn keep(&mut self, _: FoundLayer) -> Result<(), E> {
+        Ok(())
+    }
+}
+
 /// The source of a model's weights: writes a tensor by its name.
 type Source<'a, E> = &'a mut dyn FnMut(&str, &mut [f32]) -> Result<(), E>;
 
-/// Called with a layer and its new output projection.
-type OnProjection<'a, E> = &'a mut dyn FnMut(usize, &[f32]) -> Result<(), E>;
-
 /// Calibrates the conversion of the dense model that `config` describes, on one device.
 ///
-/// `weights` writes each tensor by its name. `refitted` is called with each layer and its new output
-/// projection, `[hidden_size, heads * head_dim]`. The result is `None` if the calibration is stopped.
+/// `weights` writes each tensor by its name. Layers that `store` knows are not measured again, but for the numbers of heads
+/// of [`Shared::CalibratedTotal`]. The result is `None` if the calibration is stopped.
 ///
 /// # Errors
-/// Fails if `weights` or `refitted` fails, if the routing does not fit the model, if a fit is not
+/// Fails if `weights` or `store` fails, if the routing does not fit the model, if a fit is not
 /// possible, and if the device fails.
 pub fn calibrate<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
     backend: &B,
@@ -132,7 +160,7 @@ pub fn calibrate<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
     options: &CalibrationOptions,
     tokens: &CalibrationTokens,
     weights: Source<'_, E>,
-    refitted: OnProjection<'_, E>,
+    store: &mut dyn LayerStore<E>,
     watch: Watch<'_>,
 ) -> Result<Option<Calibration>, E> {
     config.check_moh(&options.moh)?;
@@ -142,7 +170,7 @@ pub fn calibrate<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
         was_stopped.load(Ordering::Relaxed)
     };
     let mut job = Job::new(backend, config, options, tokens, weights, &is_stopped)?;
-    let found = job.run(refitted, watch.progress);
+    let found = job.run(store, watch.progress);
     if was_stopped.load(Ordering::Relaxed) { Ok(None) } else { found.map(Some) }
 }
 
@@ -262,14 +290,14 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
 
     fn run(
         &mut self,
-        refitted: OnProjection<'_, E>,
+        store: &mut dyn LayerStore<E>,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Calibration, E> {
         let mut steps = Steps { progress, done: 0, all: self.config.num_hidden_layers };
         if let Shared::CalibratedTotal(total) = self.options.shared {
             self.divide(total, &mut steps)?;
         }
-        let layers = self.convert(refitted, &mut steps)?;
+        let layers = self.convert(store, &mut steps)?;
         let passes: Vec<usize> = self.tokens.passes.of(Part::HeldOut).collect();
         let elements = self.tokens.passes.pass() * self.config.hidden_size;
         let streams = self.streams.of_passes(&passes, elements);
@@ -292,24 +320,41 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
     /// Converts the layers in order.
     fn convert(
         &mut self,
-        refitted: OnProjection<'_, E>,
+        store: &mut dyn LayerStore<E>,
         steps: &mut Steps<'_>,
     ) -> Result<Vec<LayerCalibration>, E> {
-        let mut found = Vec::new();
+        let mut layers = Vec::new();
         for layer in 0..self.config.num_hidden_layers {
             steps.next();
-            found.push(self.layer(layer, refitted)?);
+            let found = match store.known(layer)? {
+                Some(known) => self.known_layer(layer, known)?,
+                None => {
+                    let found = self.layer(layer)?;
+                    let calibration = found.calibration.clone();
+                    store.keep(found)?;
+                    calibration
+                }
+            };
+            layers.push(found);
         }
-        Ok(found)
+        Ok(layers)
+    }
+
+    /// Moves the residual streams behind a layer that was found before.
+    fn known_layer(&mut self, layer: usize, known: FoundLayer) -> Result<LayerCalibration, E> {
+        let FoundLayer { calibration, projection } = known;
+        self.load(layer, None, calibration.router.as_ref())?;
+        let heads = LayerHeads { shared: calibration.shared, top_k: calibration.top_k };
+        let moh = self.options.moh.of_layer_alone(layer).of_one_layer(heads);
+        let routed = self.measure(&moh, true).map_err(|error| error.in_layer(layer))?;
+        self.load(layer, projection.as_deref(), calibration.router.as_ref())?;
+        self.advance(&routed.outputs)?;
+        Ok(calibration)
     }
 
     /// Chooses the shared heads of a layer, refits its output projection, and moves the residual streams
     /// behind it.
-    fn layer(
-        &mut self,
-        layer: usize,
-        refitted: OnProjection<'_, E>,
-    ) -> Result<LayerCalibration, E> {
+    fn layer(&mut self, layer: usize) -> Result<FoundLayer, E> {
         let old = self.load_source(layer)?;
         let router = self.fit_router(layer, &old)?;
         let in_layer = |error: Error| error.in_layer(layer);
@@ -318,21 +363,18 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         let old = matrix::<f64>(&old, self.config.query_width());
         let error_before = measured.held_out.error(old.view());
         let refit = self.refit(layer, measured, old.view(), router.as_ref())?;
-        if let Some(refit) = &refit {
-            refitted(layer, &refit.projection)?;
-        }
         self.advance(&outputs)?;
         let heads = moh.layer(0);
         let routes = heads.shared.len() < self.config.num_attention_heads;
-        let router = router.filter(|_| routes);
-        Ok(LayerCalibration {
+        let calibration = LayerCalibration {
             shared: heads.shared,
             top_k: heads.top_k,
             error_before,
             error: refit.as_ref().map(|refit| refit.error),
             ridge: refit.as_ref().map(|refit| refit.ridge),
-            router,
-        })
+            router: router.filter(|_| routes),
+        };
+        Ok(FoundLayer { calibration, projection: refit.map(|refit| refit.projection) })
     }
 
     /// What the fits of a layer with this routing read; `moves` is whether the dense model's residual stream moves

@@ -17,7 +17,8 @@ mod tokens;
 
 pub use error::{Error, Result};
 pub use layers::{
-    Calibration, CalibrationOptions, Division, LayerCalibration, Losses, Shared, Watch, calibrate,
+    Calibration, CalibrationOptions, Division, FoundLayer, LayerCalibration, LayerStore, Losses,
+    Shared, Watch, calibrate,
 };
 pub use products::CalibrationBuffers;
 pub use router_fit::RouterFit;

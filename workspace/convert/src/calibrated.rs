@@ -1,8 +1,6 @@
 //! A conversion by measurement: the shared heads and the output projections that crate `moh-calibrate`
 //! chooses, on their way into the output.
 
-use std::fs::File;
-use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -14,6 +12,7 @@ use moh_model::tensors::{
     OUTPUT_PROJECTION, ROUTER, in_layer, layer_and_name, layer_of_output_projection,
 };
 use moh_model::{ModelConfig, MohConfig};
+use moh_train::{LayerLog, calibrated_layer, calibration_identity};
 use serde::Serialize;
 
 use crate::Error;
@@ -28,18 +27,9 @@ pub struct Calibrated {
     texts: Vec<String>,
     tokens: usize,
     held_out_tokens: usize,
-    /// The output projections, in f32, layer after layer; `None` if they stay the source's.
-    projections: Option<Projections>,
-}
-
-/// The refitted output projections, in a file without a name: a large model's exceed the memory that a
-/// conversion takes otherwise.
-#[derive(Debug)]
-struct Projections {
-    file: File,
-    /// The directory that it is in, for messages.
-    directory: PathBuf,
-    bytes: usize,
+    /// Whether the output projections are refitted, which the log has.
+    refit: bool,
+    log: LayerLog,
 }
 
 /// What a calibration chose, in a receipt.
@@ -102,13 +92,12 @@ impl Calibrated {
             stored: calibration.stored.or(Some(stored)),
             ..calibration.clone()
         };
-        let projections = match calibration.refit {
-            true => Some(Projections::create(&options.out, &source.file.config)?),
-            false => None,
-        };
         let dtype = options.dtype;
+        let weights = format!("{} as {dtype:?}", source.weights.identity());
+        let identity = calibration_identity(&weights, &source.file.config, &calibration, tokens);
+        let log = LayerLog::open(&layers_of(&options.out), identity)?;
         let measurement =
-            Measurement { source, dtype, calibration, tokens, texts, projections, progress, stop };
+            Measurement { source, dtype, calibration, tokens, texts, log, progress, stop };
         device.run(measurement)
     }
 
@@ -118,13 +107,13 @@ impl Calibrated {
     }
 
     pub(crate) fn is_refitted(&self) -> bool {
-        self.projections.is_some()
+        self.refit
     }
 
     /// Whether a tensor of the output is refitted, or the matrix of a router that was fitted.
     pub(crate) fn has_refitted(&self, tensor: &str) -> bool {
         let is_projection = layer_of_output_projection(tensor).is_some();
-        (self.projections.is_some() && is_projection) || self.router(tensor).is_some()
+        (self.refit && is_projection) || self.router(tensor).is_some()
     }
 
     /// The matrix of a layer's router that was fitted, by the tensor's name.
@@ -136,10 +125,15 @@ impl Calibrated {
 
     /// The refitted values of a tensor; `None` if it stays the source's.
     pub(crate) fn refitted(&self, tensor: &str) -> Result<Option<Vec<f32>>, Error> {
-        match (&self.projections, layer_of_output_projection(tensor)) {
-            (Some(projections), Some(layer)) => projections.read(layer).map(Some),
-            _ => Ok(None),
+        match layer_of_output_projection(tensor) {
+            Some(layer) => Ok(self.log.projection(layer)?),
+            None => Ok(None),
         }
+    }
+
+    /// Removes what would make the same calibration go on, when its result is written.
+    pub(crate) fn remove_log(&self) -> Result<(), Error> {
+        Ok(self.log.remove()?)
     }
 
     /// What the receipt says of it.
@@ -157,8 +151,8 @@ impl Calibrated {
             held_out_tokens: self.held_out_tokens,
             loss_dense: losses.dense,
             loss: losses.calibrated,
-            refit: self.projections.is_some(),
-            layers: moh_train::calibrated_layers(&self.calibration),
+            refit: self.refit,
+            layers: self.calibration.layers.iter().map(calibrated_layer).collect(),
         }
     }
 }
@@ -170,7 +164,7 @@ struct Measurement<'a> {
     calibration: CalibrationOptions,
     tokens: &'a CalibrationTokens,
     texts: Vec<String>,
-    projections: Option<Projections>,
+    log: LayerLog,
     progress: &'a mut (dyn FnMut(usize, usize) + Send),
     stop: &'a AtomicBool,
 }
@@ -181,7 +175,6 @@ impl OnDevice for Measurement<'_> {
     fn run<B: Backend + Clone>(mut self, backend: B) -> Self::Output {
         let Source { file, weights, .. } = &self.source;
         let dense = ModelConfig { moh: None, ..file.config.clone() };
-        let mut projections = self.projections.take();
         let found = calibrate::<B, Error>(
             &backend,
             &dense,
@@ -194,52 +187,32 @@ impl OnDevice for Measurement<'_> {
                 }
                 Ok(())
             },
-            &mut |layer, values| match &mut projections {
-                Some(projections) => projections.write(layer, values),
-                None => Ok(()),
-            },
+            &mut self.log,
             Watch {
                 progress: &mut *self.progress,
                 is_stopped: &|| self.stop.load(Ordering::Relaxed),
             },
         )?;
-        let calibration = found.ok_or(Error::Interrupted)?;
+        let Some(calibration) = found else {
+            return Err(match self.log.is_empty() {
+                true => Error::Interrupted,
+                false => Error::Kept(self.log.len(), self.log.path().to_owned()),
+            });
+        };
         Ok(Calibrated {
             calibration,
             texts: self.texts,
             tokens: self.tokens.ids().len(),
             held_out_tokens: self.tokens.held_out().len(),
-            projections,
+            refit: self.calibration.refit,
+            log: self.log,
         })
     }
 }
 
-impl Projections {
-    /// An empty file beside the output.
-    fn create(out: &Path, config: &ModelConfig) -> Result<Self, Error> {
-        let parents = moh_files::parent(out).ancestors();
-        let directory = parents.into_iter().find(|place| place.is_dir()).unwrap_or(Path::new("."));
-        let file = tempfile::tempfile_in(directory)
-            .map_err(|error| Error::from(moh_files::io(directory)(error)))?;
-        let bytes = config.hidden_size * config.query_width() * DType::F32.bytes();
-        Ok(Projections { file, directory: directory.to_path_buf(), bytes })
-    }
-
-    fn write(&mut self, layer: usize, values: &[f32]) -> Result<(), Error> {
-        let mut bytes = vec![0; self.bytes];
-        DType::F32.write(values, &mut bytes);
-        let start = SeekFrom::Start((layer * self.bytes) as u64);
-        let written = self.file.seek(start).and_then(|_| self.file.write_all(&bytes));
-        written.map_err(|error| moh_files::io(&self.directory)(error).into())
-    }
-
-    fn read(&self, layer: usize) -> Result<Vec<f32>, Error> {
-        let (mut bytes, mut file) = (vec![0; self.bytes], &self.file);
-        let start = SeekFrom::Start((layer * self.bytes) as u64);
-        let read = file.seek(start).and_then(|_| file.read_exact(&mut bytes));
-        read.map_err(|error| Error::from(moh_files::io(&self.directory)(error)))?;
-        let mut values = vec![0f32; self.bytes / DType::F32.bytes()];
-        DType::F32.read(&bytes, &mut values);
-        Ok(values)
-    }
+/// The file with the layers of a calibration whose result is written to `out`.
+fn layers_of(out: &Path) -> PathBuf {
+    let mut name = out.file_name().unwrap_or_default().to_owned();
+    name.push(".calibration");
+    out.with_file_name(name)
 }

@@ -37,7 +37,7 @@ pub(crate) struct CalibrationArguments {
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = at_least::<usize>(1))]
     #[arg(requires = "calibration")]
     calibration_search_tokens: usize,
-    /// Tokens of a window [default: 2048, or the largest smaller power of two of which the model's context has one and
+    /// Tokens of a window [default: 2048, with self 512, or the largest smaller power of two of which the model's context has one and
     /// the text nine]
     #[arg(long, value_name = "N", value_parser = at_least::<usize>(1), requires = "calibration")]
     calibration_length: Option<usize>,

@@ -11,8 +11,9 @@ use moh_data::{TokenFile, Windows, json_lines, with_ending};
 use moh_model::ModelConfig;
 use moh_text::TextTokenizer;
 
-/// Most tokens of a window if its length is not given.
+/// Most tokens of a window if its length is not given, and of the model's own text, whose windows should begin often.
 const MOST_LENGTH: usize = 2048;
+const MOST_OWN_LENGTH: usize = 512;
 /// Windows that there are at least if their length is not given: one for each of nine passes.
 const LEAST_WINDOWS: usize = 9;
 /// Tokens if their number is not given: at least so many, and so many for each column of an output projection.
@@ -97,7 +98,9 @@ pub(crate) fn read(
         fewest = fewest.min((source.tokens() as f64 / share) as usize);
         sources.push(source);
     }
-    let length = sizes.length.unwrap_or_else(|| default_length(config, fewest));
+    let most =
+        if texts.iter().any(CalibrationText::is_own) { MOST_OWN_LENGTH } else { MOST_LENGTH };
+    let length = sizes.length.unwrap_or_else(|| default_length(config, most, fewest));
     let order = order(texts, fewest / length.max(1));
     let mut windows = Vec::new();
     for (number, (source, text)) in sources.into_iter().zip(texts).enumerate() {
@@ -126,8 +129,8 @@ pub(crate) fn read(
 }
 
 /// The length of windows of so many tokens.
-fn default_length(config: &ModelConfig, tokens: usize) -> usize {
-    let most = config.max_position_embeddings.min(MOST_LENGTH).min(tokens / LEAST_WINDOWS);
+fn default_length(config: &ModelConfig, most: usize, tokens: usize) -> usize {
+    let most = config.max_position_embeddings.min(most).min(tokens / LEAST_WINDOWS);
     // A window has two tokens or more; that the text has too few of them is an error of its own.
     most.checked_ilog2().map_or(2, |log| 1 << log).max(2)
 }
@@ -284,7 +287,7 @@ mod tests {
         let config =
             moh_hf::ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config;
         for (tokens, expected) in [(1 << 20, 512), (4608, 512), (4607, 256), (18, 2), (0, 2)] {
-            assert_eq!(default_length(&config, tokens), expected, "{tokens}");
+            assert_eq!(default_length(&config, 2048, tokens), expected, "{tokens}");
         }
     }
 }

@@ -141,6 +141,7 @@ pub struct Conversion {
     /// Leading rows of the vocabulary that are the source's.
     kept_rows: usize,
     pending: PendingModel,
+    calibrated: Option<Arc<Calibrated>>,
 }
 
 impl Conversion {
@@ -158,6 +159,7 @@ impl Conversion {
     /// Gives the output its name. A model directory that it replaces has the name until then.
     pub fn publish(self) -> Result<Receipt, Error> {
         self.pending.publish()?;
+        self.calibrated.map_or(Ok(()), |calibrated| calibrated.remove_log())?;
         Ok(self.receipt)
     }
 }
@@ -181,7 +183,7 @@ pub fn convert(
     let receipt = Receipt::new(&plan, &pending.written, start)?;
     let kept_rows =
         plan.expansion.as_ref().map_or(source.file.config.vocab_size, Expansion::num_kept);
-    Ok(Conversion { receipt, kept_rows, pending })
+    Ok(Conversion { receipt, kept_rows, pending, calibrated: options.calibrated.clone() })
 }
 
 /// What a conversion writes.

@@ -1,6 +1,6 @@
 //! The errors of this crate.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -14,6 +14,9 @@ pub enum Error {
     /// The progress callback stopped the conversion; nothing was written.
     #[error("interrupted: nothing was written")]
     Interrupted,
+    /// A calibration was stopped after so many layers, which a file keeps.
+    #[error("interrupted: {} keeps the layers that were measured, {_0}; the same command goes on behind them", _1.display())]
+    Kept(usize, PathBuf),
     /// A tokenizer could not be read, or cannot be used.
     #[error(transparent)]
     Text(#[from] moh_text::Error),

@@ -20,8 +20,9 @@ use moh_text::{ChatTemplate, Conversation, RenderThreads, TextTokenizer};
 /// as the model writes.
 const FIRST_TEMPERATURE: f64 = 2.0;
 const WARM_TOKENS: usize = 10;
-/// Windows that are sampled side by side.
+/// Most windows that are sampled side by side, and bytes of their keys and values.
 const AT_ONCE: usize = 64;
+const CACHE_BYTES: usize = 4 << 30;
 /// Text that a template puts where a user's message begins.
 const MESSAGE: &str = "MESSAGE";
 const RENDERING_TIME: Duration = Duration::from_secs(60);
@@ -43,10 +44,13 @@ impl Compute for OwnText<'_> {
         let starts = starts(self.model, self.tokenizer, self.length)?;
         let model = self.model.load::<B, T>(backend, self.length)?;
         let mut bar = Bar::count("sampling tokens", (self.windows * self.length) as u64);
+        let config = &self.model.config;
+        let of_token = 2 * config.key_value_width() * config.num_hidden_layers * T::DTYPE.bytes();
+        let at_once = (CACHE_BYTES / (of_token * self.length).max(1)).clamp(1, AT_ONCE);
         let mut windows = Vec::new();
         while windows.len() < self.windows {
             let first = windows.len();
-            let group = first..self.windows.min(first + AT_ONCE);
+            let group = first..self.windows.min(first + at_once);
             let group = group.map(|number| (number, &starts[number % starts.len()][..])).collect();
             let mut progress = |tokens| {
                 bar.update(

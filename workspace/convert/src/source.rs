@@ -33,6 +33,18 @@ pub(crate) enum Weights {
     },
 }
 
+impl Weights {
+    /// What tells them from others.
+    pub fn identity(&self) -> String {
+        match self {
+            Weights::Files(files) => files.sample().to_hex().to_string(),
+            Weights::Checkpoint { stored, dtype, .. } => {
+                format!("{} in {}", moh_train::parts_identity(stored), dtype.name())
+            }
+        }
+    }
+}
+
 impl Source {
     pub(crate) fn open(
         directory: &Path,

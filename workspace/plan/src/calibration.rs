@@ -127,11 +127,23 @@ fn device_bytes(work: &Work, router: RouterKind, passes: &CalibrationPasses) -> 
 
 #[cfg(test)]
 mod tests {
-    use moh_calibrate::{CalibrationTokens, Watch, calibrate};
+    use moh_calibrate::{CalibrationTokens, FoundLayer, LayerStore, Watch, calibrate};
     use moh_kernels::Cpu;
 
     use super::*;
     use crate::tests::{llama3_8b, small};
+
+    struct Nothing;
+
+    impl LayerStore<moh_calibrate::Error> for Nothing {
+        fn known(&mut self, _: usize) -> moh_calibrate::Result<Option<FoundLayer>> {
+            Ok(None)
+        }
+
+        fn keep(&mut self, _: FoundLayer) -> moh_calibrate::Result<()> {
+            Ok(())
+        }
+    }
 
     const CALIBRATION: &str = "stage.moh.moh.calibration={ tokens = 65536 }";
 
@@ -195,7 +207,7 @@ mod tests {
                 &options,
                 &tokens,
                 &mut |_, _| Ok(()),
-                &mut |_, _| Ok(()),
+                &mut Nothing,
                 Watch {
                     progress: &mut |_, _| allocated = Cpu.allocated() - before,
                     is_stopped: &|| true,

@@ -18,7 +18,7 @@ mod teacher;
 mod time_limit;
 mod trainer;
 
-pub use calibration::calibrated_layers;
+pub use calibration::{LayerLog, calibrated_layer, calibration_identity};
 pub use comparison::{Comparison, Variant};
 pub use disk_space::{FreeSpace, free_space};
 pub use error::{Error, Result};
@@ -26,5 +26,5 @@ pub use event::{Event, Outcome};
 pub use open_device::{connect, open_device, share_text};
 pub use replay::{Replay, SampleSource, replay, replay_from};
 pub use run::{RunOptions, first_that_keeps_model, run};
-pub use source::ModelSource;
+pub use source::{ModelSource, parts_identity};
 pub use time_limit::TimeLimit;

@@ -404,7 +404,7 @@ pub(crate) fn is_own_run(run: &RunDirectory, recipe: &Recipe) -> bool {
 }
 
 /// What tells a checkpoint's tensors from others.
-pub(crate) fn parts_identity(stored: &StoredCheckpoint) -> String {
+pub fn parts_identity(stored: &StoredCheckpoint) -> String {
     let mut hasher = blake3::Hasher::new();
     for part in &stored.manifest().parts {
         // Its shards' hashes are in it.

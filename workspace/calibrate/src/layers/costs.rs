@@ -5,7 +5,7 @@ use moh_kernels::Backend;
 use moh_kernels::router::SharedHeads;
 use moh_model::{LayerHeads, ModelConfig, RouterKind};
 
-use super::{Choice, Job, LossSums, Routed, Steps};
+use super::{Choice, Job, KeepsNothing, LossSums, Routed, Steps};
 use crate::budget::{allocate, between};
 use crate::search::LayerSample;
 use crate::selection::Ranking;
@@ -113,7 +113,7 @@ impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> 
             steps.all += candidates.len() * self.config.num_hidden_layers;
             for choices in candidates {
                 self.chosen.clone_from(&choices);
-                self.convert(&mut |_, _| Ok(()), steps)?;
+                self.convert(&mut KeepsNothing, steps)?;
                 let held_out: Vec<usize> = self.tokens.passes.of(Part::HeldOut).collect();
                 let elements = self.tokens.passes.pass() * self.config.hidden_size;
                 let stream = self.streams.of_passes(&held_out, elements).calibrated;

@@ -2,9 +2,9 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::support::{LENGTH, config, moh, run_on, source, tokens, with_more_heads};
+use crate::support::{LENGTH, Layers, config, moh, run_on, source, tokens, with_more_heads};
 use moh_calibrate::{
-    Calibration, CalibrationOptions, Error, LayerCalibration, Shared, Watch, calibrate,
+    Calibration, CalibrationOptions, Error, FoundLayer, LayerCalibration, Shared, Watch, calibrate,
 };
 use moh_kernels::{Cpu, DType};
 use moh_model::{HeadCounts, Model, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
@@ -26,9 +26,8 @@ fn failure(
     mut weights: impl FnMut(&str, &mut [f32]) -> Result<(), Error>,
 ) -> String {
     let tokens = tokens(config);
-    let mut refitted = |_: usize, _: &[f32]| Ok(());
     let watch = Watch { progress: &mut |_, _| (), is_stopped: &|| false };
-    calibrate(&Cpu, config, options, &tokens, &mut weights, &mut refitted, watch)
+    calibrate(&Cpu, config, options, &tokens, &mut weights, &mut Layers::default(), watch)
         .unwrap_err()
         .to_string()
 }
@@ -314,7 +313,8 @@ fn weights_that_are_not_finite_are_named_by_layer() {
 #[test]
 fn a_calibration_stops_within_a_layer() {
     let config = config("llama");
-    let (mut layers, asked) = (Vec::new(), AtomicUsize::new(0));
+    let (mut layers, mut kept) = (Vec::new(), Layers::default());
+    let asked = AtomicUsize::new(0);
     // In the search of the second layer.
     let is_stopped = || asked.fetch_add(1, Ordering::Relaxed) == 1000;
     let found = calibrate::<Cpu, Error>(
@@ -323,9 +323,38 @@ fn a_calibration_stops_within_a_layer() {
         &refit(moh(4, 2), Shared::Calibrated),
         &tokens(&config),
         &mut source(&config),
-        &mut |_, _| Ok(()),
+        &mut kept,
         Watch { progress: &mut |done, all| layers.push((done, all)), is_stopped: &is_stopped },
     );
     assert_eq!(found.unwrap(), None);
     assert_eq!((layers, asked.into_inner()), (vec![(0, 3), (1, 3)], 1001));
+    assert_eq!(kept.0.len(), 1);
+}
+
+#[test]
+fn a_calibration_goes_on_behind_the_layers_that_are_known() {
+    for (config, router, shared) in [
+        (config("llama"), RouterKind::QueryNorm, Shared::Calibrated),
+        (config("qwen3"), RouterKind::TwoStage, Shared::Calibrated),
+        (with_more_heads(), RouterKind::Group, Shared::CalibratedTotal(28)),
+    ] {
+        let options = refit(MohConfig { router, ..moh(4, 4) }, shared);
+        let run = |known: &[FoundLayer]| {
+            let (mut layers, watch) =
+                (Layers(known.to_vec()), Watch { progress: &mut |_, _| (), is_stopped: &|| false });
+            let tokens = tokens(&config);
+            let mut weights = source(&config);
+            let found =
+                calibrate(&Cpu, &config, &options, &tokens, &mut weights, &mut layers, watch);
+            (found.unwrap().unwrap(), layers.0)
+        };
+        let (found, layers) = run(&[]);
+        for known in 1..=layers.len() {
+            assert_eq!(
+                run(&layers[..known]),
+                (found.clone(), layers.clone()),
+                "{router:?} {known}"
+            );
+        }
+    }
 }

@@ -144,9 +144,9 @@ impl RunDirectory {
         self.root.join(format!("{CALIBRATION}{step}.json"))
     }
 
-    /// The output projections that it has refitted, and the matrices of routers that it has fitted.
-    pub fn calibrated_tensors(&self, step: u64) -> PathBuf {
-        self.root.join(format!("{CALIBRATION}{step}.safetensors"))
+    /// The layers that it has found, with output projections and matrices of routers.
+    pub fn calibrated_layers(&self, step: u64) -> PathBuf {
+        self.root.join(format!("{CALIBRATION}{step}.layers"))
     }
 
     /// The timeline of a step, counted over all stages; `rank` is given if there are several.

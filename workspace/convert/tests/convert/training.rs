@@ -1,5 +1,6 @@
 //! From a Hugging Face directory through conversion, which may enlarge the vocabulary, and training to an export.
 
+use std::fs;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -361,6 +362,51 @@ fn measured(
         &AtomicBool::new(false),
     );
     ConversionOptions { calibrated: Some(calibrated.unwrap().into()), ..options }
+}
+
+#[test]
+fn an_interrupted_calibration_goes_on_behind_its_layers() {
+    let dir = tempfile::tempdir().unwrap();
+    prepare_model(dir.path(), "qwen3", 32, 8);
+    let text = windows(&dir.path().join("own-tokens"), 16);
+    let config = ConfigFile::read(&dir.path().join("model")).unwrap().config;
+    let mut ids = vec![0; text.len() as usize * 16];
+    for (window, ids) in (0..).zip(ids.chunks_exact_mut(16)) {
+        text.read(window, ids).unwrap();
+    }
+    let tokens = CalibrationTokens::new(ids, 16, 4096, &config).unwrap();
+    let moh = MohConfig {
+        router: RouterKind::Linear,
+        shared_heads: 8.into(),
+        routed_top_k: HeadCounts::All(8),
+    };
+    let calibration =
+        CalibrationOptions { moh, shared: Shared::Calibrated, refit: true, stored: None };
+    let measure = |out: &str, stop_at: Option<usize>| {
+        let options = ConversionOptions::new(dir.path().join("model"), dir.path().join(out));
+        let stop = AtomicBool::new(false);
+        let mut progress = |done, _| stop.store(stop_at == Some(done), Ordering::Relaxed);
+        let names = vec!["tokens".to_owned()];
+        let (cpu, progress) = (OpenDevice::Cpu, &mut progress);
+        let calibrated =
+            Calibrated::measure(&options, &calibration, &tokens, names, cpu, progress, &stop);
+        calibrated.map(|it| ConversionOptions { calibrated: Some(it.into()), ..options })
+    };
+    converted(&measure("whole", None).unwrap());
+    let message = measure("stopped", Some(1)).unwrap_err().to_string();
+    assert!(
+        message.contains("stopped.calibration keeps the layers that were measured, 1;"),
+        "{message}"
+    );
+    // A kill may leave a part of a record.
+    let log = dir.path().join("stopped.calibration");
+    let mut bytes = fs::read(&log).unwrap();
+    bytes.extend([7; 100]);
+    fs::write(&log, bytes).unwrap();
+    converted(&measure("stopped", None).unwrap());
+    let [whole, again] = ["whole", "stopped"]
+        .map(|out| fs::read(dir.path().join(out).join("model.safetensors")).unwrap());
+    assert!(whole == again && !log.exists());
 }
 
 pub fn loss(directory: &Path, windows: &Windows) -> f64 {

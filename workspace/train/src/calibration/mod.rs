@@ -3,11 +3,11 @@
 //! that the stage does not train on, before its first step.
 //!
 //! The first rank alone measures. It reads the weights by their names: of the initial model, or of the checkpoint with
-//! which the stage before ends. Its result is two files of the run directory (`record.rs`, `fitted.rs`), of which
-//! each rank takes its part. A run that is interrupted before the files are complete measures again, to the same bits
-//! on a deterministic device; after that it reads them, and from the stage's first checkpoint on it needs them no more.
+//! which the stage before ends. Its result is two files of the run directory: the layers (`layer_log.rs`),
+//! of which each rank takes its part, and what was chosen (`record.rs`). A run that is interrupted before the latter is there
+//! goes on behind the layers that it has measured; from the stage's first checkpoint on it needs the files no more.
 
-mod fitted;
+mod layer_log;
 mod record;
 
 use std::collections::HashMap;
@@ -15,17 +15,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use fitted::{Fitted, FittedWriter};
-use moh_calibrate::{CalibrationTokens, Shared, Watch, calibrate};
+pub use layer_log::LayerLog;
+use moh_calibrate::{CalibrationTokens, FoundLayer, LayerStore, Watch, calibrate};
 use moh_checkpoint::{RunDirectory, RunState, StoredCheckpoint};
 use moh_data::TrainingData;
 use moh_kernels::Backend;
 use moh_model::{ModelConfig, ModelLayout, MohConfig, Segment};
 use moh_plan::measured_heads;
-use moh_recipe::{CalibrationOptions, Recipe, SharedChoice, Stage};
+use moh_recipe::{CalibrationOptions, Recipe, Stage};
 use moh_step::{Ranks, TensorKind};
 pub(crate) use record::CalibrationRecord;
-pub use record::calibrated_layers;
+pub use record::calibrated_layer;
 
 use crate::source::parts_identity;
 use crate::{Error, Event, ModelSource, Result};
@@ -118,7 +118,7 @@ impl<'a> StageMeasurement<'a> {
         let identity = self.identity(weights);
         let record = CalibrationRecord::read(self.run, self.step)?;
         let record = record.filter(|record| record.identity == identity);
-        Ok(record.filter(|record| record.has_fitted(self.run, &self.dense)))
+        Ok(record.filter(|record| record.has_layers(self.run)))
     }
 
     fn weights(&self) -> Result<Weights<'a>> {
@@ -139,29 +139,8 @@ impl<'a> StageMeasurement<'a> {
                 source.identity().unwrap_or_else(|| format!("seed {}", self.recipe.run.seed))
             }
         };
-        let moh_calibrate::CalibrationOptions { moh, shared, refit, stored: _ } = &self.options;
-        let ids: Vec<u8> = self.tokens.ids().iter().flat_map(|id| id.to_le_bytes()).collect();
-        let described = serde_json::json!({
-            "stage": self.stage,
-            "weights": weights,
-            "config": moh_hf::ConfigFile::new(&self.dense).fields,
-            "router": moh.router.name(),
-            "heads": (0..self.dense.num_hidden_layers)
-                .map(|layer| moh.layer(layer))
-                .map(|heads| (heads.shared.heads().collect::<Vec<_>>(), heads.top_k))
-                .collect::<Vec<_>>(),
-            // True or false in files of before there was a third choice.
-            "shared": match shared {
-                Shared::CalibratedNumber => SharedChoice::CalibratedNumber.name().into(),
-                Shared::CalibratedTotal(_) => SharedChoice::CalibratedTotal.name().into(),
-                shared => serde_json::Value::from(*shared == Shared::Given),
-            },
-            "refit": refit,
-            "length": self.tokens.length(),
-            "search": self.tokens.search_tokens(),
-            "tokens": blake3::hash(&ids).to_hex().as_str(),
-        });
-        blake3::hash(described.to_string().as_bytes()).to_hex().to_string()
+        let weights = format!("{weights} of stage {}", self.stage);
+        calibration_identity(&weights, &self.dense, &self.options, &self.tokens)
     }
 
     /// Measures on the first rank, in a thread, while the ranks exchange whether one of them was asked to stop;
@@ -216,23 +195,15 @@ impl<'a> StageMeasurement<'a> {
         watch: Watch<'_>,
     ) -> Result<Option<CalibrationRecord>> {
         let weights = self.weights()?;
-        let path = self.run.calibrated_tensors(self.step);
-        let fitted = Fitted {
-            projections: self.options.refit,
-            routers: self.options.moh.router.has_matrices(),
-        };
-        let mut writer = match fitted.is_empty() {
-            false => Some(FittedWriter::create(&path, &self.dense, fitted)?),
-            true => None,
-        };
+        let identity = self.identity(&weights);
+        let mut log = LayerLog::open(&self.run.calibrated_layers(self.step), identity.clone())?;
         let found = calibrate::<B, Failure>(
             backend,
             &self.dense,
             &self.options,
             &self.tokens,
             &mut |name, values| Ok(self.read(&weights, name, values)?),
-            // Layers come in order, if they are refitted.
-            &mut |_, values| writer.as_mut().map_or(Ok(()), |writer| Ok(writer.add(values)?)),
+            &mut log,
             watch,
         );
         let found = found.map_err(|failure| match failure {
@@ -240,15 +211,8 @@ impl<'a> StageMeasurement<'a> {
             Failure::Calibration(source) => error(self.recipe, self.stage, source),
         })?;
         let Some(found) = found else { return Ok(None) };
-        if let Some(writer) = writer.as_mut().filter(|_| fitted.routers) {
-            let none = vec![0.0; self.dense.num_attention_heads * self.dense.hidden_size];
-            for layer in &found.layers {
-                writer.add(layer.router.as_ref().map_or(&none, |fit| &fit.rows))?;
-            }
-        }
-        let hashes = writer.map_or(Ok(Vec::new()), FittedWriter::finish)?;
-        let (identity, place) = (self.identity(&weights), (self.stage, self.step));
-        let record = CalibrationRecord::new(identity, place, &self.tokens, &found, fitted, hashes);
+        let (place, refit) = ((self.stage, self.step), self.options.refit);
+        let record = CalibrationRecord::new(identity, place, &self.tokens, &found, refit);
         let path = self.run.calibration(self.step);
         moh_files::write(&path, &record.text(&path)?).map_err(moh_files::io(&path))?;
         Ok(Some(record))
@@ -267,6 +231,44 @@ impl<'a> StageMeasurement<'a> {
             },
         }
     }
+}
+
+impl<E: From<Error>> LayerStore<E> for LayerLog {
+    fn known(&mut self, layer: usize) -> Result<Option<FoundLayer>, E> {
+        Ok(self.layer(layer)?)
+    }
+
+    fn keep(&mut self, found: FoundLayer) -> Result<(), E> {
+        Ok(LayerLog::keep(self, &found)?)
+    }
+}
+
+/// What tells a calibration from others: the dense model and what its weights are, by words that differ where they do,
+/// the options and the tokens.
+pub fn calibration_identity(
+    weights: &str,
+    dense: &ModelConfig,
+    options: &moh_calibrate::CalibrationOptions,
+    tokens: &CalibrationTokens,
+) -> String {
+    let moh_calibrate::CalibrationOptions { moh, shared, refit, stored } = options;
+    let ids: Vec<u8> = tokens.ids().iter().flat_map(|id| id.to_le_bytes()).collect();
+    let described = serde_json::json!({
+        "weights": weights,
+        "config": moh_hf::ConfigFile::new(dense).fields,
+        "router": moh.router.name(),
+        "heads": (0..dense.num_hidden_layers)
+            .map(|layer| moh.layer(layer))
+            .map(|heads| (heads.shared.heads().collect::<Vec<_>>(), heads.top_k))
+            .collect::<Vec<_>>(),
+        "shared": format!("{shared:?}"),
+        "refit": refit,
+        "stored": stored.map(|dtype| dtype.name()),
+        "length": tokens.length(),
+        "search": tokens.search_tokens(),
+        "tokens": blake3::hash(&ids).to_hex().as_str(),
+    });
+    blake3::hash(described.to_string().as_bytes()).to_hex().to_string()
 }
 
 enum Failure {

@@ -11,53 +11,43 @@ use moh_model::{Model, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
 use moh_step::OptimizerState;
 use serde::{Deserialize, Serialize};
 
-use super::fitted::{Fitted, FittedReader};
+use super::layer_log::LayerLog;
 use crate::{Error, Result};
 
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 const MAX_FILE_BYTES: u64 = 64 << 20;
 
 /// The result of a calibration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub(crate) struct CalibrationRecord {
     format: u32,
     /// BLAKE3 of what was measured, and how.
     pub(super) identity: String,
     /// What was chosen.
     pub calibration: StageCalibration,
-    /// BLAKE3 of each layer's output projection, in order; none if they stay as they are.
-    projections: Vec<String>,
-    /// BLAKE3 of the matrix of each layer's router, in order; none if it has no matrices.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    routers: Vec<String>,
 }
 
-/// What a calibration has chosen for each layer.
-pub fn calibrated_layers(found: &Calibration) -> Vec<CalibratedLayer> {
-    let layer = |layer: &moh_calibrate::LayerCalibration| CalibratedLayer {
+/// What a calibration has chosen for a layer.
+pub fn calibrated_layer(layer: &moh_calibrate::LayerCalibration) -> CalibratedLayer {
+    CalibratedLayer {
         shared_heads: layer.shared.heads().collect(),
         routed_top_k: layer.top_k,
         error_before: layer.error_before,
         error: layer.error,
         ridge: layer.ridge,
         router_explained: layer.router.as_ref().map(|fit| fit.explained),
-    };
-    found.layers.iter().map(layer).collect()
+    }
 }
 
 impl CalibrationRecord {
-    /// The record of a calibration of a stage after `step` steps, with the hashes of the matrices that it has fitted.
+    /// The record of a calibration of a stage after `step` steps.
     pub(super) fn new(
         identity: String,
         (stage, step): (&str, u64),
         tokens: &CalibrationTokens,
         found: &Calibration,
-        fitted: Fitted,
-        mut hashes: Vec<String>,
+        refit: bool,
     ) -> Self {
-        let layers = if fitted.projections { found.layers.len() } else { 0 };
-        let routers = hashes.split_off(layers);
         let calibration = StageCalibration {
             stage: stage.to_owned(),
             step,
@@ -65,10 +55,10 @@ impl CalibrationRecord {
             held_out_tokens: tokens.held_out().len() as u64,
             loss_dense: found.losses.dense,
             loss: found.losses.calibrated,
-            refit: fitted.projections,
-            layers: calibrated_layers(found),
+            refit,
+            layers: found.layers.iter().map(calibrated_layer).collect(),
         };
-        CalibrationRecord { format: FORMAT, identity, calibration, projections: hashes, routers }
+        CalibrationRecord { format: FORMAT, identity, calibration }
     }
 
     /// Reads the record of a calibration after `step` steps; `None` if there is none.
@@ -92,22 +82,6 @@ impl CalibrationRecord {
                 "format {}, but this version reads {FORMAT}: use the version that wrote it, or remove the file",
                 record.format
             )));
-        }
-        let layers = record.calibration.layers.len();
-        let count = if record.calibration.refit { layers } else { 0 };
-        if record.projections.len() != count {
-            let reason = format!(
-                "{} output projections of {layers} layers: remove it, and the run measures again",
-                record.projections.len()
-            );
-            return Err(refuse(reason));
-        }
-        if !record.routers.is_empty() && record.routers.len() != layers {
-            let reason = format!(
-                "{} matrices of routers in {layers} layers: remove it, and the run measures again",
-                record.routers.len()
-            );
-            return Err(refuse(reason));
         }
         Ok(record)
     }
@@ -134,26 +108,14 @@ impl CalibrationRecord {
         Ok(moh)
     }
 
-    /// The hashes of the fitted matrices, in the file's order.
-    fn hashes(&self) -> Vec<&str> {
-        self.projections.iter().chain(&self.routers).map(String::as_str).collect()
+    /// The file with the layers, of which each has a hash.
+    fn layers(&self, run: &RunDirectory) -> Result<LayerLog> {
+        LayerLog::read(&run.calibrated_layers(self.calibration.step), self.identity.clone())
     }
 
-    /// The file with the matrices of a model; `None` if none were fitted.
-    fn open(&self, run: &RunDirectory, config: &ModelConfig) -> Result<Option<FittedReader>> {
-        let (projections, routers) = (!self.projections.is_empty(), !self.routers.is_empty());
-        let fitted = Fitted { projections, routers };
-        if fitted.is_empty() {
-            return Ok(None);
-        }
-        let path = run.calibrated_tensors(self.calibration.step);
-        FittedReader::open(&path, config, fitted, &self.hashes()).map(Some)
-    }
-
-    /// Whether the fitted matrices of the run are those of the record, on the first rank.
-    pub(super) fn has_fitted(&self, run: &RunDirectory, config: &ModelConfig) -> bool {
-        let opened = self.open(run, config);
-        opened.and_then(|reader| reader.map_or(Ok(()), |reader| reader.check())).is_ok()
+    /// Whether the run has all layers of the record, on the first rank.
+    pub(super) fn has_layers(&self, run: &RunDirectory) -> bool {
+        self.layers(run).is_ok_and(|layers| layers.len() == self.calibration.layers.len())
     }
 
     /// Gives this rank's part of a model the fitted matrices, each rank its slices.
@@ -163,10 +125,10 @@ impl CalibrationRecord {
         model: &mut Model<B, T>,
         optimizer: &mut OptimizerState<B, M>,
     ) -> Result<()> {
-        let Some(reader) = self.open(run, model.config())? else { return Ok(()) };
+        let layers = self.layers(run)?;
         let layout = model.layout().clone();
         for (flat, segment) in layout.segments() {
-            let Some(whole) = reader.read(&segment.name)? else { continue };
+            let Some(whole) = layers.matrix(&segment.name, segment.whole_len())? else { continue };
             let runs = segment.slice.runs(0..segment.slice.len());
             let own = runs.iter().flat_map(|run| &whole[run.whole..run.whole + run.len]).copied();
             optimizer.set_weights(model, (flat, segment), &own.collect::<Vec<f32>>())?;
@@ -190,14 +152,12 @@ mod tests {
             })
         };
         json!({
-            "format": 1,
+            "format": 2,
             "identity": "ab",
             "calibration": {
                 "stage": "moh", "step": 5, "tokens": 128, "loss_dense": null, "loss_given": 3.0,
                 "loss": 2.0, "refit": true, "layers": [layer(&[0, 3]), layer(&[1, 2])],
             },
-            "projections": ["cd", "ef"],
-            "routers": ["gh", "ij"],
         })
     }
 
@@ -220,14 +180,7 @@ mod tests {
         assert!(found.calibration.loss_dense.is_nan() && found.calibration.held_out_tokens == 0);
         let again = found.text(Path::new("record.json")).unwrap();
         let again = CalibrationRecord::parse(&again, Path::new("record.json")).unwrap();
-        assert_eq!(
-            (&again.identity, again.hashes()),
-            (&found.identity, vec!["cd", "ef", "gh", "ij"])
-        );
-        // Without matrices of routers, as files of before they were fitted.
-        let mut without = record();
-        without.as_object_mut().unwrap().remove("routers");
-        assert_eq!(parse(&without).unwrap().hashes(), ["cd", "ef"]);
+        assert_eq!(again.identity, found.identity);
         let moh = found.moh(RouterKind::QueryNorm, &config(2)).unwrap();
         assert_eq!(moh.shared_heads.ids(), Some(vec![vec![0, 3], vec![1, 2]]));
     }
@@ -241,10 +194,7 @@ mod tests {
         };
         for (record, expected) in [
             (json!({}), "not the result of a calibration (missing field"),
-            (changed("/format", json!(2)), "format 2, but this version reads 1"),
-            (changed("/projections", json!(["cd"])), "1 output projections of 2 layers"),
-            (changed("/calibration/refit", json!(false)), "2 output projections of 2 layers"),
-            (changed("/routers", json!(["gh"])), "1 matrices of routers in 2 layers"),
+            (changed("/format", json!(3)), "format 3, but this version reads 2"),
             (changed("/calibration/step", json!(-1)), "not the result of a calibration"),
         ] {
             let message = parse(&record).unwrap_err().to_string();

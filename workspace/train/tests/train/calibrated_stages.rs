@@ -13,7 +13,10 @@ use crate::support::driver::{
 };
 use crate::support::results::{Results, assert_alike};
 use crate::support::{MICRO_BATCHES, TestRun, arranged, copy_all, flip, run_of, summary_of};
-use moh_calibrate::{Calibration, CalibrationOptions, CalibrationTokens, Shared, Watch, calibrate};
+use moh_calibrate::{
+    Calibration, CalibrationOptions, CalibrationTokens, FoundLayer, LayerStore, Shared, Watch,
+    calibrate,
+};
 use moh_checkpoint::run_log::routing_log::{self, RoutingMoment};
 use moh_checkpoint::{RunDirectory, StoredCheckpoint};
 use moh_comm::World;
@@ -74,6 +77,21 @@ fn dense_run(place: &TestRun) -> RunDirectory {
     run_of(&recipe)
 }
 
+/// The output projections of layers.
+#[derive(Default)]
+struct Layers(Vec<Vec<f32>>);
+
+impl LayerStore<moh_calibrate::Error> for Layers {
+    fn known(&mut self, _: usize) -> moh_calibrate::Result<Option<FoundLayer>> {
+        Ok(None)
+    }
+
+    fn keep(&mut self, found: FoundLayer) -> moh_calibrate::Result<()> {
+        self.0.extend(found.projection);
+        Ok(())
+    }
+}
+
 /// What crate `moh-calibrate` finds for the checkpoint of step 5 on the 16 samples that come after the second stage's, and the output
 /// projections.
 fn expected(recipe: &Recipe, shared: Shared) -> (Calibration, Vec<Vec<f32>>) {
@@ -92,19 +110,14 @@ fn expected(recipe: &Recipe, shared: Shared) -> (Calibration, Vec<Vec<f32>>) {
     let tokens = CalibrationTokens::new(ids, data.sequence_length(), 4096, &config).unwrap();
     let moh = recipe.stages[1].moh_config(&config).unwrap().unwrap();
     let options = CalibrationOptions { moh, shared, refit: true, stored: None };
-    let mut projections = Vec::new();
+    let mut layers = Layers::default();
     let mut read = |name: &str, values: &mut [f32]| {
         stored.read_f32(TensorKind::Weight, name, values).unwrap();
         Ok::<_, moh_calibrate::Error>(())
     };
-    let mut refitted = |_: usize, values: &[f32]| {
-        projections.push(values.to_vec());
-        Ok(())
-    };
     let watch = Watch { progress: &mut |_, _| (), is_stopped: &|| false };
-    let found =
-        calibrate(&Cpu, &config, &options, &tokens, &mut read, &mut refitted, watch).unwrap();
-    (found.unwrap(), projections)
+    let found = calibrate(&Cpu, &config, &options, &tokens, &mut read, &mut layers, watch).unwrap();
+    (found.unwrap(), layers.0)
 }
 
 /// A tensor of each layer of the export, in order.
@@ -270,7 +283,7 @@ fn the_given_heads_and_weights_can_stay() {
     let chosen = place.recipe_in("chosen", &[chosen]);
     finish(&chosen);
     let run = run_of(&chosen);
-    assert!(run.calibration(5).is_file() && !run.calibrated_tensors(5).exists());
+    assert!(run.calibration(5).is_file() && run.calibrated_layers(5).is_file());
     assert!(!config_of(&chosen).fields.contains_key("moh_output_refitted"));
 }
 
@@ -335,10 +348,9 @@ fn a_result_is_used_again_if_it_is_whole_and_of_the_same_run() {
         // Of one layer more than the model has.
         ("layers", |path, _| {
             edit_json(path, |record| {
-                for list in ["/calibration/layers", "/projections"] {
-                    let list = record.pointer_mut(list).unwrap().as_array_mut().unwrap();
-                    list.push(list[0].clone());
-                }
+                let list = record.pointer_mut("/calibration/layers").unwrap();
+                let list = list.as_array_mut().unwrap();
+                list.push(list[0].clone());
             });
         }),
     ];
@@ -346,7 +358,7 @@ fn a_result_is_used_again_if_it_is_whole_and_of_the_same_run() {
         let again = place.recipe_in(name, &[SECOND]);
         copy_all(&before.run.dir, &again.run.dir);
         let [record, matrices] =
-            [RunDirectory::calibration, RunDirectory::calibrated_tensors].map(|file| {
+            [RunDirectory::calibration, RunDirectory::calibrated_layers].map(|file| {
                 let path = file(&run_of(&again), 5);
                 fs::copy(file(&run_of(&whole), 5), &path).unwrap();
                 path
@@ -453,7 +465,7 @@ fn every_layout_has_the_same_heads_and_matrices() {
             let recipe = place.recipe_in(name, &[changes, &MICRO_BATCHES].concat());
             arranged(recipe, [layout; 2])
         };
-        let matrices = |recipe: &Recipe| fs::read(run_of(recipe).calibrated_tensors(step)).unwrap();
+        let matrices = |recipe: &Recipe| fs::read(run_of(recipe).calibrated_layers(step)).unwrap();
         let one = recipe(&format!("one-{number}"), [1, 1, 1]);
         let reference = finish_on(1, &one);
         for (ranks, layout) in

@@ -2,7 +2,10 @@
 
 use std::path::Path;
 
-use moh_calibrate::{Calibration, CalibrationOptions, CalibrationTokens, Error, Watch, calibrate};
+use moh_calibrate::{
+    Calibration, CalibrationOptions, CalibrationTokens, Error, FoundLayer, LayerStore, Watch,
+    calibrate,
+};
 use moh_hf::ConfigFile;
 use moh_kernels::Backend;
 use moh_model::initial::initialize;
@@ -53,25 +56,37 @@ pub fn tokens(config: &ModelConfig) -> CalibrationTokens {
     CalibrationTokens::new(ids, LENGTH, 40 * LENGTH, config).unwrap()
 }
 
+/// Layers in memory.
+#[derive(Default)]
+pub struct Layers(pub Vec<FoundLayer>);
+
+impl LayerStore<Error> for Layers {
+    fn known(&mut self, layer: usize) -> Result<Option<FoundLayer>, Error> {
+        Ok(self.0.get(layer).cloned())
+    }
+
+    fn keep(&mut self, found: FoundLayer) -> Result<(), Error> {
+        self.0.push(found);
+        Ok(())
+    }
+}
+
 /// A calibration on a device, and the output projections that it refitted.
 pub fn run_on<B: Backend + Clone>(
     backend: &B,
     config: &ModelConfig,
     options: &CalibrationOptions,
 ) -> (Calibration, Vec<Vec<f32>>) {
-    let mut projections = Vec::new();
+    let mut layers = Layers::default();
     let found = calibrate::<B, Error>(
         backend,
         config,
         options,
         &tokens(config),
         &mut source(config),
-        &mut |layer, values| {
-            assert_eq!(layer, projections.len());
-            projections.push(values.to_vec());
-            Ok(())
-        },
+        &mut layers,
         Watch { progress: &mut |_, _| (), is_stopped: &|| false },
     );
+    let projections = layers.0.into_iter().filter_map(|layer| layer.projection).collect();
     (found.unwrap().unwrap(), projections)
 }

@@ -1,0 +1,352 @@
+//! The layers that a calibration has found, in a file: an interrupted one goes on behind them, to the same bits.
+//!
+//! After 8 bytes that tell the kind of file it has a record for each layer in order: the length of the JSON of a
+//! [`Header`], the JSON, the values that it counts in f32, and BLAKE3 of all of this. A record that is not whole, as a kill
+//! leaves it, or of another identity ends the file: it and what follows are written anew.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufReader, Read, Seek as _, SeekFrom, Write as _};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use moh_calibrate::{FoundLayer, LayerCalibration, RouterFit};
+use moh_checkpoint::run_log::CalibratedLayer;
+use moh_kernels::DType;
+use moh_kernels::router::SharedHeads;
+use moh_model::tensors::{OUTPUT_PROJECTION, ROUTER, layer_and_name};
+use serde::{Deserialize, Serialize};
+
+use super::record::calibrated_layer;
+use crate::Result;
+
+const MAGIC: &[u8; 8] = b"MOHCALIB";
+const MAX_HEADER_BYTES: u64 = 1 << 20;
+/// The most elements of a matrix: those of a projection of 2^16 rows and columns.
+const MAX_ELEMENTS: usize = 1 << 32;
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Header {
+    /// What was measured, and how.
+    identity: String,
+    layer: CalibratedLayer,
+    /// Elements of the output projection and of the router's matrix; 0 without them.
+    projection: usize,
+    router: usize,
+}
+
+/// The file of a calibration, which no other process has open in this way.
+#[derive(Debug)]
+pub struct LayerLog {
+    path: PathBuf,
+    identity: String,
+    /// `None` before the first layer is kept.
+    file: Option<File>,
+    /// Where the values of each layer begin.
+    layers: Vec<(Header, u64)>,
+    end: u64,
+}
+
+impl LayerLog {
+    /// Opens the file `path`, which need not be there, of the calibration with this identity.
+    ///
+    /// # Errors
+    /// Fails if it is another kind of file, if another process has it, and if it cannot be read.
+    pub fn open(path: &Path, identity: String) -> Result<Self> {
+        let log = LayerLog::new(path, identity);
+        match log.path.exists() {
+            true => {
+                let file = log.create()?;
+                log.with_records_of(file)
+            }
+            false => Ok(log),
+        }
+    }
+
+    /// Reads the file `path` of the calibration with this identity, which others may read too.
+    ///
+    /// # Errors
+    /// Fails if it is missing or another kind of file.
+    pub fn read(path: &Path, identity: String) -> Result<Self> {
+        let file = File::open(path).map_err(moh_files::io(path))?;
+        LayerLog::new(path, identity).with_records_of(file)
+    }
+
+    fn new(path: &Path, identity: String) -> Self {
+        let (path, layers) = (path.to_owned(), Vec::new());
+        LayerLog { path, identity, file: None, layers, end: MAGIC.len() as u64 }
+    }
+
+    /// The log with the whole records of its file.
+    fn with_records_of(mut self, file: File) -> Result<Self> {
+        let log = &mut self;
+        let mut file = BufReader::new(file);
+        let mut magic = [0; 8];
+        if file.read_exact(&mut magic).is_err() || magic != *MAGIC {
+            let reason = "is not a file of a calibration's layers: move it, or write elsewhere";
+            return Err(moh_files::unusable(&log.path, reason.to_owned()).into());
+        }
+        while let Some((header, bytes)) = read_record(&mut file, &log.identity) {
+            let values = (header.projection + header.router) * DType::F32.bytes();
+            log.layers.push((header, log.end + bytes - (values + blake3::OUT_LEN) as u64));
+            log.end += bytes;
+        }
+        log.file = Some(file.into_inner());
+        Ok(self)
+    }
+
+    /// The number of layers that are kept.
+    pub fn len(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Whether none is.
+    pub fn is_empty(&self) -> bool {
+        self.layers.is_empty()
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A layer that is kept; `None` of a later one.
+    pub fn layer(&mut self, number: usize) -> Result<Option<FoundLayer>> {
+        let Some((header, _)) = self.layers.get(number) else { return Ok(None) };
+        let (projection, router) = (header.projection, header.router);
+        let mut values = self.values(number, projection + router)?;
+        let rows = values.split_off(projection);
+        let layer = &self.layers[number].0.layer;
+        let shared = SharedHeads::from_heads(layer.shared_heads.iter().copied());
+        let explained = layer.router_explained.unwrap_or(f64::NAN);
+        Ok(Some(FoundLayer {
+            calibration: LayerCalibration {
+                shared: shared?,
+                top_k: layer.routed_top_k,
+                error_before: layer.error_before,
+                error: layer.error,
+                ridge: layer.ridge,
+                router: (router > 0).then_some(RouterFit { rows, explained }),
+            },
+            projection: (projection > 0).then_some(values),
+        }))
+    }
+
+    /// The output projection of a layer that is kept; `None` if it was not refitted.
+    pub fn projection(&self, number: usize) -> Result<Option<Vec<f32>>> {
+        match self.layers.get(number).map(|(header, _)| header.projection) {
+            None | Some(0) => Ok(None),
+            Some(elements) => self.values(number, elements).map(Some),
+        }
+    }
+
+    /// The matrix that is the tensor of this name with so many elements: a refitted output projection, or the matrix of a
+    /// router, zeros in a layer without routed heads; `None` of other tensors.
+    pub(super) fn matrix(&self, tensor: &str, elements: usize) -> Result<Option<Vec<f32>>> {
+        let Some((number, name)) = layer_and_name(tensor) else { return Ok(None) };
+        let values = match (self.layers.get(number), name) {
+            (Some(_), OUTPUT_PROJECTION) => self.projection(number)?,
+            (Some((header, _)), ROUTER) => {
+                let mut values = self.values(number, header.projection + header.router)?;
+                let rows = values.split_off(header.projection);
+                Some(if rows.is_empty() { vec![0.0; elements] } else { rows })
+            }
+            _ => None,
+        };
+        if values.as_ref().is_some_and(|values| values.len() != elements) {
+            let reason = format!(
+                "{tensor} is of another model: remove the file, and the run measures again"
+            );
+            return Err(moh_files::unusable(&self.path, reason).into());
+        }
+        Ok(values)
+    }
+
+    /// The first values of a layer.
+    fn values(&self, number: usize, elements: usize) -> Result<Vec<f32>> {
+        let mut bytes = vec![0; elements * DType::F32.bytes()];
+        if let Some(file) = &self.file {
+            let read = file.read_exact_at(&mut bytes, self.layers[number].1);
+            read.map_err(moh_files::io(&self.path))?;
+        }
+        let mut values = vec![0f32; elements];
+        DType::F32.read(&bytes, &mut values);
+        Ok(values)
+    }
+
+    /// Keeps the next layer.
+    pub fn keep(&mut self, found: &FoundLayer) -> Result<()> {
+        let empty = Vec::new();
+        let projection = found.projection.as_ref().unwrap_or(&empty);
+        let router = found.calibration.router.as_ref().map_or(&empty, |fit| &fit.rows);
+        let header = Header {
+            identity: self.identity.clone(),
+            layer: calibrated_layer(&found.calibration),
+            projection: projection.len(),
+            router: router.len(),
+        };
+        let json =
+            serde_json::to_vec(&header).map_err(|error| moh_files::io(&self.path)(error.into()))?;
+        let mut record = (json.len() as u64).to_le_bytes().to_vec();
+        record.extend(json);
+        let start = self.end + record.len() as u64;
+        for values in [projection, router] {
+            let first = record.len();
+            record.resize(first + size_of_val(&values[..]), 0);
+            DType::F32.write(values, &mut record[first..]);
+        }
+        record.extend(blake3::hash(&record).as_bytes());
+        let mut file = match self.file.take() {
+            Some(file) => file,
+            None => self.create()?,
+        };
+        let mut write = || {
+            file.set_len(self.end)?;
+            file.seek(SeekFrom::Start(0))?;
+            file.write_all(MAGIC)?;
+            file.seek(SeekFrom::Start(self.end))?;
+            file.write_all(&record)?;
+            file.sync_data()
+        };
+        write().map_err(moh_files::io(&self.path))?;
+        self.file = Some(file);
+        self.layers.push((header, start));
+        self.end += record.len() as u64;
+        Ok(())
+    }
+
+    /// Opens the file, which is created if it is missing, and locks it.
+    fn create(&self) -> Result<File> {
+        let open = || {
+            moh_files::create_parents(&self.path)?;
+            OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&self.path)
+        };
+        let file = open().map_err(moh_files::io(&self.path))?;
+        if file.try_lock().is_err() {
+            let reason = "another calibration writes it: wait for its end, or write elsewhere";
+            return Err(moh_files::unusable(&self.path, reason.to_owned()).into());
+        }
+        Ok(file)
+    }
+
+    /// Removes the file, when its layers are elsewhere.
+    pub fn remove(&self) -> Result<()> {
+        match std::fs::remove_file(&self.path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(moh_files::io(&self.path)(error).into())
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Reads a record, and its bytes; `None` where it is not whole, or of another identity.
+fn read_record(file: &mut impl Read, identity: &str) -> Option<(Header, u64)> {
+    let mut hasher = blake3::Hasher::new();
+    let mut part = |len: u64| {
+        let mut bytes = Vec::new();
+        file.by_ref().take(len).read_to_end(&mut bytes).ok()?;
+        (bytes.len() as u64 == len).then_some(bytes)
+    };
+    let len = part(8)?;
+    let json_len = u64::from_le_bytes(len[..].try_into().ok()?);
+    if json_len > MAX_HEADER_BYTES {
+        return None;
+    }
+    let json = part(json_len)?;
+    let header: Header = serde_json::from_slice(&json).ok()?;
+    if header.identity != identity || header.projection.max(header.router) > MAX_ELEMENTS {
+        return None;
+    }
+    let values = part(((header.projection + header.router) * DType::F32.bytes()) as u64)?;
+    for bytes in [&len, &json, &values] {
+        hasher.update(bytes);
+    }
+    let hash = part(blake3::OUT_LEN as u64)?;
+    let is_whole = hash == hasher.finalize().as_bytes();
+    is_whole.then_some((header, (8 + json.len() + values.len() + hash.len()) as u64))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn found(number: usize) -> FoundLayer {
+        let heads = [number, number + 1];
+        FoundLayer {
+            calibration: LayerCalibration {
+                shared: SharedHeads::from_heads(heads).unwrap(),
+                top_k: 1,
+                error_before: 0.5,
+                error: Some(0.25),
+                ridge: Some(0.1),
+                router: (number == 1).then(|| RouterFit { rows: vec![0.5; 3], explained: 0.75 }),
+            },
+            projection: Some(vec![number as f32; 6]),
+        }
+    }
+
+    fn log(path: &Path, identity: &str) -> LayerLog {
+        LayerLog::open(path, identity.to_owned()).unwrap()
+    }
+
+    #[test]
+    fn layers_are_read_again_up_to_one_that_is_not_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("layers");
+        let mut written = log(&path, "a");
+        assert!(written.is_empty() && !path.exists());
+        let mut ends = vec![MAGIC.len()];
+        for number in 0..3 {
+            written.keep(&found(number)).unwrap();
+            ends.push(fs::read(&path).unwrap().len());
+        }
+        drop(written);
+        let whole = fs::read(&path).unwrap();
+        for cut in MAGIC.len()..=whole.len() {
+            fs::write(&path, &whole[..cut]).unwrap();
+            let mut read = log(&path, "a");
+            let expected = ends.iter().filter(|&&end| end <= cut).count() - 1;
+            assert_eq!(read.len(), expected, "{cut}");
+            for number in 0..expected {
+                assert_eq!(read.layer(number).unwrap(), Some(found(number)));
+                assert_eq!(read.projection(number).unwrap(), found(number).projection);
+            }
+            assert_eq!(read.layer(expected).unwrap(), None);
+            if expected == 2 {
+                read.keep(&found(2)).unwrap();
+                assert_eq!(fs::read(&path).unwrap(), whole);
+            }
+        }
+        // Each byte is of a hash.
+        for at in MAGIC.len()..whole.len() {
+            let mut damaged = whole.clone();
+            damaged[at] ^= 1;
+            fs::write(&path, damaged).unwrap();
+            let layer = ends.iter().filter(|&&end| end <= at).count() - 1;
+            assert_eq!(log(&path, "a").len(), layer, "{at}");
+        }
+        fs::write(&path, &whole).unwrap();
+        assert!(log(&path, "b").is_empty());
+        log(&path, "b").remove().unwrap();
+        assert!(!path.exists());
+        log(&path, "b").remove().unwrap();
+    }
+
+    #[test]
+    fn other_files_and_those_of_others_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("layers");
+        let refused = || LayerLog::open(&path, String::new()).unwrap_err().to_string();
+        for text in ["", "MOH", "something else"] {
+            fs::write(&path, text).unwrap();
+            assert!(refused().contains("is not a file of a calibration's layers"), "{text}");
+            assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        }
+        fs::remove_file(&path).unwrap();
+        let mut held = log(&path, "");
+        held.keep(&found(0)).unwrap();
+        assert!(refused().contains("another calibration writes it"));
+    }
+}
