@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 
 use moh_calibrate::{FoundLayer, LayerCalibration, RouterFit};
 use moh_checkpoint::run_log::CalibratedLayer;
+use moh_files::PendingFile;
 use moh_kernels::DType;
 use moh_kernels::router::SharedHeads;
 use moh_model::tensors::{OUTPUT_PROJECTION, ROUTER, layer_and_name};
@@ -201,8 +202,6 @@ impl LayerLog {
         };
         let mut write = || {
             file.set_len(self.end)?;
-            file.seek(SeekFrom::Start(0))?;
-            file.write_all(MAGIC)?;
             file.seek(SeekFrom::Start(self.end))?;
             file.write_all(&record)?;
             file.sync_data()
@@ -217,8 +216,14 @@ impl LayerLog {
     /// Opens the file, which is created if it is missing, and locks it.
     fn create(&self) -> Result<File> {
         let open = || {
-            moh_files::create_parents(&self.path)?;
-            OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&self.path)
+            if !self.path.exists() {
+                moh_files::create_parents(&self.path)?;
+                // Whole from the beginning: a kill leaves no file of another kind.
+                let mut file = PendingFile::create(&self.path)?;
+                file.write_all(MAGIC)?;
+                file.publish()?;
+            }
+            OpenOptions::new().read(true).write(true).open(&self.path)
         };
         let file = open().map_err(moh_files::io(&self.path))?;
         if file.try_lock().is_err() {
