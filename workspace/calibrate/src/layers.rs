@@ -222,16 +222,6 @@ struct Streams {
     calibrated: Vec<f32>,
 }
 
-impl Streams {
-    /// Those of some passes of so many elements.
-    fn of_passes(&self, passes: &[usize], elements: usize) -> Streams {
-        let of = |stream: &[f32]| {
-            passes.iter().flat_map(|pass| &stream[pass * elements..][..elements]).copied().collect()
-        };
-        Streams { dense: of(&self.dense), calibrated: of(&self.calibrated) }
-    }
-}
-
 /// What the fits of a layer read.
 struct Measured {
     fit: Products,
@@ -298,10 +288,10 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
             self.divide(total, &mut steps)?;
         }
         let layers = self.convert(store, &mut steps)?;
-        let passes: Vec<usize> = self.tokens.passes.of(Part::HeldOut).collect();
-        let elements = self.tokens.passes.pass() * self.config.hidden_size;
-        let streams = self.streams.of_passes(&passes, elements);
-        let losses = self.losses(&[&streams.dense, &streams.calibrated], &passes)?;
+        let held_out: Vec<usize> = self.tokens.passes.of(Part::HeldOut).collect();
+        let streams = [&self.streams.dense, &self.streams.calibrated];
+        let [dense, calibrated] = streams.map(|stream| self.of_passes(stream, &held_out));
+        let losses = self.losses(&[&dense, &calibrated], &held_out)?;
         let (dense, calibrated) = (&losses[0], &losses[1]);
         let mut losses_of_texts = Vec::new();
         if self.tokens.num_texts() > 1 {
@@ -468,6 +458,12 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         let targets: Array2<f32> = matrix(&targets, width);
         let pass = self.tokens.passes.pass();
         Ok(LayerSample::new(scores, ranking, outputs, targets.view(), weight, pass))
+    }
+
+    /// The part of a residual stream that some passes have.
+    fn of_passes(&self, stream: &[f32], passes: &[usize]) -> Vec<f32> {
+        let of_pass = |&pass| &stream[self.tokens.passes.elements(pass, self.config.hidden_size)];
+        passes.iter().flat_map(of_pass).copied().collect()
     }
 
     /// The cross-entropies by residual streams behind the last layer, each of these passes.

@@ -58,7 +58,7 @@ impl CalibrationPasses {
     }
 
     /// Tokens of a pass.
-    pub(crate) fn pass(&self) -> usize {
+    pub fn pass(&self) -> usize {
         self.batch * self.length
     }
 

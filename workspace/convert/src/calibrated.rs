@@ -95,7 +95,7 @@ impl Calibrated {
         let dtype = options.dtype;
         let weights = format!("{} as {dtype:?}", source.weights.identity());
         let identity = calibration_identity(&weights, &source.file.config, &calibration, tokens);
-        let log = LayerLog::open(&layers_of(&options.out), identity)?;
+        let log = LayerLog::open(&beside(&options.out, ".calibration"), identity)?;
         let measurement =
             Measurement { source, dtype, calibration, tokens, texts, log, progress, stop };
         device.run(measurement)
@@ -210,9 +210,9 @@ impl OnDevice for Measurement<'_> {
     }
 }
 
-/// The file with the layers of a calibration whose result is written to `out`.
-fn layers_of(out: &Path) -> PathBuf {
+/// A path beside the output `out`, of its name and an ending.
+pub fn beside(out: &Path, ending: &str) -> PathBuf {
     let mut name = out.file_name().unwrap_or_default().to_owned();
-    name.push(".calibration");
+    name.push(ending);
     out.with_file_name(name)
 }

@@ -1,6 +1,5 @@
 //! The arguments of a conversion by measurement.
 
-use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -9,7 +8,7 @@ use anyhow::Context as _;
 use clap::Args;
 use clap::error::ErrorKind;
 use moh_calibrate::{CalibrationOptions, Shared};
-use moh_convert::{Calibrated, ConversionOptions};
+use moh_convert::{Calibrated, ConversionOptions, beside};
 use moh_kernels::ElementType;
 use moh_kernels::open_device::OpenDevice;
 use moh_model::{Active, HeadCounts, SharedHeadSets};
@@ -178,7 +177,7 @@ impl CalibrationArguments {
             let tokenizer = tokenizer.as_ref().context("the model has no tokenizer.json")?;
             let own = OwnText { model, tokenizer, windows, length, stop };
             let sampled = device.clone().compute(ElementType::F32, own)?;
-            let kept = own_text_of(&options.out);
+            let kept = beside(&options.out, "-own-text");
             own_text::keep(&kept, &sampled, tokenizer.vocab_size())?;
             exit::stderr_line(format_args!(
                 "the model's own text is kept in {0}: --calibration {0} reads it again",
@@ -203,13 +202,6 @@ impl CalibrationArguments {
         )?;
         Ok(Some(Arc::new(measured)))
     }
-}
-
-/// Where the own text of a model is kept that is written to `out`.
-fn own_text_of(out: &Path) -> PathBuf {
-    let mut name = out.file_name().unwrap_or_default().to_owned();
-    name.push("-own-text");
-    out.with_file_name(name)
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ pub mod verify;
 mod vocabulary;
 mod weights;
 
-pub use calibrated::{Calibrated, CalibrationReceipt, TextReceipt};
+pub use calibrated::{Calibrated, CalibrationReceipt, TextReceipt, beside};
 pub use convert::{Conversion, ConversionOptions, TargetAttention, convert};
 pub use error::Error;
 pub use receipt::{Receipt, TensorReceipt};

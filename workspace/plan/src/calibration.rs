@@ -65,8 +65,7 @@ impl CalibrationCost {
         let streams = tokens.saturating_mul(2).saturating_add(division.map_or(0, |division| {
             // The dense one before the first layer, and those of all numbers.
             let streams = model.num_hidden_layers.saturating_mul(division.numbers.len());
-            let carried =
-                division.carried_passes.saturating_mul(passes.shape().0 * passes.shape().1);
+            let carried = division.carried_passes.saturating_mul(passes.pass());
             tokens.saturating_add(streams.saturating_mul(carried) as u64)
         }));
         let searched = passes.searched(calibration.search_tokens, model.query_width()) as u64;

@@ -115,8 +115,7 @@ impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> 
                 self.chosen.clone_from(&choices);
                 self.convert(&mut KeepsNothing, steps)?;
                 let held_out: Vec<usize> = self.tokens.passes.of(Part::HeldOut).collect();
-                let elements = self.tokens.passes.pass() * self.config.hidden_size;
-                let stream = self.streams.of_passes(&held_out, elements).calibrated;
+                let stream = self.of_passes(&self.streams.calibrated, &held_out);
                 let loss = self.losses(&[&stream], &held_out)?[0].mean();
                 if loss < best {
                     (best, kept) = (loss, choices);

@@ -111,12 +111,9 @@ impl LayerLog {
     }
 
     /// A layer that is kept; `None` of a later one.
-    pub fn layer(&mut self, number: usize) -> Result<Option<FoundLayer>> {
-        let Some((header, _)) = self.layers.get(number) else { return Ok(None) };
-        let (projection, router) = (header.projection, header.router);
-        let mut values = self.values(number, projection + router)?;
-        let rows = values.split_off(projection);
-        let layer = &self.layers[number].0.layer;
+    pub fn layer(&self, number: usize) -> Result<Option<FoundLayer>> {
+        let Some((Header { layer, .. }, _)) = self.layers.get(number) else { return Ok(None) };
+        let (projection, rows) = (self.projection(number)?, self.router(number)?);
         let shared = SharedHeads::from_heads(layer.shared_heads.iter().copied());
         let explained = layer.router_explained.unwrap_or(f64::NAN);
         Ok(Some(FoundLayer {
@@ -126,30 +123,33 @@ impl LayerLog {
                 error_before: layer.error_before,
                 error: layer.error,
                 ridge: layer.ridge,
-                router: (router > 0).then_some(RouterFit { rows, explained }),
+                router: rows.map(|rows| RouterFit { rows, explained }),
             },
-            projection: (projection > 0).then_some(values),
+            projection,
         }))
     }
 
     /// The output projection of a layer that is kept; `None` if it was not refitted.
     pub fn projection(&self, number: usize) -> Result<Option<Vec<f32>>> {
-        match self.layers.get(number).map(|(header, _)| header.projection) {
-            None | Some(0) => Ok(None),
-            Some(elements) => self.values(number, elements).map(Some),
-        }
+        let Some((header, start)) = self.layers.get(number) else { return Ok(None) };
+        self.values(*start, header.projection)
+    }
+
+    /// The matrix of the router of a layer that is kept; `None` if it has none.
+    fn router(&self, number: usize) -> Result<Option<Vec<f32>>> {
+        let Some((header, start)) = self.layers.get(number) else { return Ok(None) };
+        let projection = (header.projection * DType::F32.bytes()) as u64;
+        self.values(start + projection, header.router)
     }
 
     /// The matrix that is the tensor of this name with so many elements: a refitted output projection, or the matrix of a
     /// router, zeros in a layer without routed heads; `None` of other tensors.
     pub(super) fn matrix(&self, tensor: &str, elements: usize) -> Result<Option<Vec<f32>>> {
         let Some((number, name)) = layer_and_name(tensor) else { return Ok(None) };
-        let values = match (self.layers.get(number), name) {
-            (Some(_), OUTPUT_PROJECTION) => self.projection(number)?,
-            (Some((header, _)), ROUTER) => {
-                let mut values = self.values(number, header.projection + header.router)?;
-                let rows = values.split_off(header.projection);
-                Some(if rows.is_empty() { vec![0.0; elements] } else { rows })
+        let values = match name {
+            OUTPUT_PROJECTION => self.projection(number)?,
+            ROUTER if number < self.len() => {
+                Some(self.router(number)?.unwrap_or_else(|| vec![0.0; elements]))
             }
             _ => None,
         };
@@ -162,16 +162,14 @@ impl LayerLog {
         Ok(values)
     }
 
-    /// The first values of a layer.
-    fn values(&self, number: usize, elements: usize) -> Result<Vec<f32>> {
+    /// So many values from this byte on; `None` if there are none.
+    fn values(&self, start: u64, elements: usize) -> Result<Option<Vec<f32>>> {
+        let Some(file) = self.file.as_ref().filter(|_| elements > 0) else { return Ok(None) };
         let mut bytes = vec![0; elements * DType::F32.bytes()];
-        if let Some(file) = &self.file {
-            let read = file.read_exact_at(&mut bytes, self.layers[number].1);
-            read.map_err(moh_files::io(&self.path))?;
-        }
+        file.read_exact_at(&mut bytes, start).map_err(moh_files::io(&self.path))?;
         let mut values = vec![0f32; elements];
         DType::F32.read(&bytes, &mut values);
-        Ok(values)
+        Ok(Some(values))
     }
 
     /// Keeps the next layer.
