@@ -295,7 +295,10 @@ fn cache_sizes<T: Element>(
         }
     }
     exit::stderr_line(format_args!(
-        "cache of {}, {:.2} GB",
+        "{}, {} of {} heads active, a cache of {}, {:.2} GB (--kv-cache-tokens)",
+        arguments.dtype.name(),
+        config.active_heads(),
+        config.num_attention_heads,
         counted((blocks * block_length) as u64, "token"),
         cache as f64 / 1e9
     ));

@@ -75,7 +75,9 @@ impl Fields {
             Some(value) if !value.is_null() && !values.contains(&value) => {
                 let message = match values {
                     [] => format!("{name} is not supported: leave it out"),
-                    [only, ..] => format!("{name} is not supported but as {only}: leave it out"),
+                    [only, ..] => {
+                        format!("{name} has to be {only} or left out: no other value is supported")
+                    }
                 };
                 Err(ApiError::invalid(message, Some(name)))
             }

@@ -133,8 +133,8 @@ impl Served {
         match asked {
             Some(asked) if asked > room => Err(ApiError::invalid(
                 format!(
-                    "{name} is {asked}: after a prompt of {prompt} tokens the model's context of {} tokens has \
-                     room for {room}",
+                    "{name} is {asked}: after a prompt of {prompt} tokens the context of {} tokens \
+                     (--max-model-len of the server) has room for {room}",
                     self.context
                 ),
                 Some(name),
@@ -167,7 +167,7 @@ impl Served {
             _ if tokens == 0 => invalid("the prompt has no tokens".to_owned()),
             Some(room) => Ok(room),
             None => invalid(format!(
-                "the prompt has {tokens} tokens, more than the model's context of {context}"
+                "the prompt has {tokens} tokens, more than the context of {context} (--max-model-len of the server)"
             )),
         }
     }

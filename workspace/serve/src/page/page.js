@@ -49,7 +49,7 @@ function legend() {
     return [swatch, text];
   };
   at("legend").replaceChildren(
-    "A row for each layer, a column for each head: ", ...entry("shared", "always computed"),
+    "A column for each layer, a row for each head: ", ...entry("shared", "always computed"),
     ...(routes ? entry("selected", "selected by the token") : []), ...entry("skipped", "not computed"));
 }
 
@@ -74,23 +74,22 @@ function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// The heads of a token as a picture of a few pixels a head.
+// The heads of a token as a picture of a few pixels a head, low enough for a line of a list whatever the number of layers.
 function picture(canvas, active) {
   const most = Math.max(...layers.map((layer) => layer.heads));
-  const cell = Math.max(3, Math.min(8, Math.floor(150 / most)));
+  const cell = Math.max(2, Math.min(4, Math.floor(40 / most)));
   const scale = window.devicePixelRatio || 1;
-  canvas.width = most * cell * scale;
-  canvas.height = layers.length * cell * scale;
-  canvas.style.width = `${most * cell}px`;
-  canvas.style.height = `${layers.length * cell}px`;
+  const [width, height] = [layers.length * cell, most * cell];
+  [canvas.width, canvas.height] = [width * scale, height * scale];
+  [canvas.style.width, canvas.style.height] = [`${width}px`, `${height}px`];
   const context = canvas.getContext("2d");
   context.scale(scale, scale);
   const [shared, selected, skipped] = ["--shared", "--selected", "--skipped"].map(colour);
-  layers.forEach((layer, row) => {
-    const own = new Set(layer.shared), computed = new Set(active[row]);
+  layers.forEach((layer, column) => {
+    const own = new Set(layer.shared), computed = new Set(active[column]);
     for (let head = 0; head < layer.heads; head++) {
       context.fillStyle = own.has(head) ? shared : computed.has(head) ? selected : skipped;
-      context.fillRect(head * cell, row * cell, cell - 1, cell - 1);
+      context.fillRect(column * cell, head * cell, cell - 0.5, cell - 0.5);
     }
   });
 }

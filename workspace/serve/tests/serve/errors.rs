@@ -15,7 +15,7 @@ fn a_field_that_cannot_be_is_named() {
     for (name, value, expected) in [
         ("foo", json!(1), "foo is not supported"),
         ("suffix", json!("a"), "suffix is not supported"),
-        ("best_of", json!(2), "best_of is not supported but as 1"),
+        ("best_of", json!(2), "best_of has to be 1 or left out"),
         ("model", json!("other"), "model \"other\" is not served: ask for \"moh\""),
         ("prompt", json!(null), "the prompt is missing"),
         ("prompt", json!(5), "prompt must be a string, a list"),
@@ -28,7 +28,7 @@ fn a_field_that_cannot_be_is_named() {
         (
             "prompt",
             json!("w1 ".repeat(65)),
-            "the prompt has 65 tokens, more than the model's context of 64",
+            "the prompt has 65 tokens, more than the context of 64",
         ),
         ("max_tokens", json!(64), "max_tokens is 64: after a prompt of 1 tokens"),
         ("max_tokens", json!(-1), "max_tokens must be a whole number"),
@@ -90,7 +90,7 @@ fn a_field_that_cannot_be_is_named() {
         ),
         (
             json!({ "messages": [], "tools": [{ "type": "function" }] }),
-            "tools is not supported but as []",
+            "tools has to be [] or left out",
         ),
         (json!({ "messages": [], "top_logprobs": 2 }), "requires logprobs"),
     ] {
