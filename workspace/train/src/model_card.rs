@@ -1,13 +1,15 @@
 //! The model card of a run's model: what its source says of itself, its stages and its losses.
 
+use std::borrow::Cow;
 use std::fmt::Write;
 use std::path::Path;
 
 use moh_checkpoint::run_log::{Evaluation, EvaluationPoint, StageCalibration};
 use moh_checkpoint::{RunDirectory, RunState, steps_at};
+use moh_data::Source;
 use moh_files::units::group_digits;
 use moh_hf::ModelCard;
-use moh_recipe::{AttentionKind, Recipe, Stage};
+use moh_recipe::{AttentionKind, DistillOptions, Recipe, Stage};
 
 use crate::Result;
 
@@ -29,8 +31,8 @@ pub(crate) fn of_kept(recipe: &Recipe, kept: &Path) -> Result<ModelCard> {
 pub(crate) fn trained(source: &ModelCard, recipe: &Recipe, state: &RunState) -> ModelCard {
     let mut card = source.clone();
     if state.step > 0 {
-        // The stages that have begun.
-        let stages = recipe.stages.iter().take(state.stage + usize::from(state.stage_step > 0));
+        let begun = recipe.stages.len().min(state.stage + usize::from(state.stage_step > 0));
+        let stages = recipe.stages[..begun].iter();
         let mut lengths: Vec<usize> =
             stages.map(|stage| recipe.stage_data(stage).sequence_length).collect();
         lengths.dedup();
@@ -42,6 +44,7 @@ pub(crate) fn trained(source: &ModelCard, recipe: &Recipe, state: &RunState) -> 
             lengths.collect::<Vec<_>>().join(" and then ")
         ));
         card.made.push(self::stages(recipe, state));
+        card.made.extend(recipe.stages[..begun].iter().filter_map(teacher));
         card.made.extend(state.calibrations.iter().map(calibration));
     }
     if !state.evaluations.is_empty() {
@@ -77,10 +80,38 @@ fn calibration(found: &StageCalibration) -> String {
     )
 }
 
+/// What a stage has learned of a teacher, if it has one.
+fn teacher(stage: &Stage) -> Option<String> {
+    let options = stage.distill.as_ref()?;
+    let DistillOptions { teacher, weight, cross_entropy, temperature, .. } = options;
+    let teacher = match options.is_start() {
+        true => "the model as it was loaded".to_owned(),
+        false => format!("`{}`", file_name(Path::new(teacher))),
+    };
+    Some(format!(
+        "Stage {} learned the distribution of a teacher, {teacher}: {weight} x its KL divergence at temperature \
+         {temperature} + {cross_entropy} x the cross-entropy.",
+        stage.name
+    ))
+}
+
+/// The token files of a stage, with their weights if there are several.
+fn text(sources: &[Source]) -> String {
+    let of_source = |Source { path, weight }: &Source| match sources.len() {
+        1 => format!("`{}`", file_name(path)),
+        _ => format!("`{}` x {weight}", file_name(path)),
+    };
+    sources.iter().map(of_source).collect::<Vec<_>>().join(", ")
+}
+
+fn file_name(path: &Path) -> Cow<'_, str> {
+    path.file_name().unwrap_or(path.as_os_str()).to_string_lossy()
+}
+
 /// A table of the stages, with the tokens of each so far.
 fn stages(recipe: &Recipe, state: &RunState) -> String {
-    let mut table = "| stage | attention | tokens | tokens of a step | learning rate |\n\
-                     |---|---|---|---|---|"
+    let mut table = "| stage | attention | text | tokens | tokens of a step | learning rate |\n\
+                     |---|---|---|---|---|---|"
         .to_owned();
     for (index, stage) in recipe.stages.iter().enumerate().take(state.stage + 1) {
         let steps = match index < state.stage {
@@ -98,7 +129,8 @@ fn stages(recipe: &Recipe, state: &RunState) -> String {
         // Writing to a string cannot fail.
         let _ = write!(
             table,
-            "\n| {name} | {attention} | {} | {} | {:e} to {:e} |",
+            "\n| {name} | {attention} | {} | {} | {} | {:e} to {:e} |",
+            text(recipe.stage_data(stage).sources),
             group_digits(steps.saturating_mul(*batch_tokens)),
             group_digits(*batch_tokens),
             learning_rate.max,

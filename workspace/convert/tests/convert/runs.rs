@@ -36,8 +36,8 @@ fn the_model_of_a_checkpoint_is_the_runs_own_export() {
         for line in [
             "The base model is `source`, a model in a local directory.",
             "`moh-train` trained it on 192 tokens in 6 steps, on sequences of 16 tokens:",
-            "| adapt | dense | 128 | 32 | 1e-2 to 1e-3 |",
-            "| moh | Mixture-of-Head | 64 | 32 | 5e-3 to 1e-3 |",
+            "| adapt | dense | `text` | 128 | 32 | 1e-2 to 1e-3 |",
+            "| moh | Mixture-of-Head | `text` | 64 | 32 | 5e-3 to 1e-3 |",
         ] {
             assert!(card.contains(&format!("\n{line}\n")), "{line}\n{card}");
         }

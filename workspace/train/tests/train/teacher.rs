@@ -176,6 +176,16 @@ fn a_student_that_has_not_moved_has_no_distillation_loss() {
         let losses = losses(&finish(&recipe), "distillation_loss");
         assert_eq!((losses.len(), losses[0]), (5, 0.0), "{teacher} {change}");
         assert!(losses[1..].iter().all(|&loss| loss > 0.0), "{teacher} {change}: {losses:?}");
+        let card = fs::read_to_string(run_of(&recipe).export().join("README.md")).unwrap();
+        let named = match &teacher[..] {
+            "start" => "the model as it was loaded".to_owned(),
+            path => format!("`{}`", path.rsplit('/').next().unwrap()),
+        };
+        let expected = format!(
+            "Stage adapt learned the distribution of a teacher, {named}: 2 x its KL divergence at temperature 1.5 + 0.5 \
+             x the cross-entropy."
+        );
+        assert!(card.contains(&expected), "{card}");
     }
 }
 
