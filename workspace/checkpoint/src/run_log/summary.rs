@@ -48,6 +48,19 @@ impl Summary {
     /// conversion with a loss before, at and after it on the same validation set. A stage that went on has a loss after each of its
     /// ends, of which the last counts.
     pub fn recovered(&self) -> Option<f64> {
+        self.recovered_of(|evaluation| Some(evaluation.loss))
+    }
+
+    /// The same of each other validation set, by its name.
+    pub fn recovered_of_others(&self) -> Vec<(&str, f64)> {
+        let names = self.evaluations.last().map(|evaluation| evaluation.other_sets.keys());
+        let share = |name: &String| {
+            self.recovered_of(|evaluation| evaluation.other_sets.get(name).map(|set| set.loss))
+        };
+        names.into_iter().flatten().filter_map(|name| Some((&name[..], share(name)?))).collect()
+    }
+
+    fn recovered_of(&self, loss: impl Fn(&Evaluation) -> Option<f64>) -> Option<f64> {
         let evaluations = &self.evaluations;
         let converted = evaluations.iter().rposition(|evaluation| {
             matches!(evaluation.moment, EvaluationPoint::Converted { .. })
@@ -67,7 +80,7 @@ impl Summary {
         if !before.is_comparable(at) || !after.is_comparable(at) {
             return None;
         }
-        let [before, at, after] = [before, at, after].map(|evaluation| evaluation.loss);
+        let (before, at, after) = (loss(before)?, loss(at)?, loss(after)?);
         (at > before).then(|| (at - after) / (at - before))
     }
 }
@@ -99,6 +112,13 @@ mod tests {
         let end = longer.evaluations[3].clone();
         longer.evaluations.push(Evaluation { loss: 1.0, ..end });
         assert_eq!(longer.recovered(), Some(1.0));
+        for (evaluation, loss) in longer.evaluations.iter_mut().zip([4.0, 2.0, 4.0, 9.0, 3.5]) {
+            let measured = crate::run_log::Validation { loss, bits_per_byte: None };
+            evaluation.other_sets = [("code".to_owned(), measured)].into();
+        }
+        assert_eq!(longer.recovered_of_others(), [("code", 0.25)]);
+        longer.evaluations[1].other_sets.clear();
+        assert_eq!(longer.recovered_of_others(), []);
     }
 
     #[test]

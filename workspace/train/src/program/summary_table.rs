@@ -5,8 +5,8 @@ use moh_checkpoint::run_log::label;
 use moh_files::units::percent;
 use moh_program::table::aligned;
 
-/// The table of a run's losses on all validation sets, with the fraction of the conversion loss on the
-/// first that training recovered; empty without validation.
+/// The table of a run's losses on all validation sets, with the fraction of the conversion loss that training recovered;
+/// empty without validation.
 pub fn table(summary: &Summary) -> String {
     if summary.evaluations.is_empty() {
         return String::new();
@@ -30,6 +30,9 @@ pub fn table(summary: &Summary) -> String {
     }
     if let Some(share) = summary.recovered() {
         rows.push(vec!["conversion loss recovered by training".to_owned(), percent(share)]);
+    }
+    for (name, share) in summary.recovered_of_others() {
+        rows.push(vec![format!("  {name}"), percent(share)]);
     }
     aligned(["", "loss", "bits per byte"], rows, &[0, 3])
 }
