@@ -28,6 +28,7 @@ use moh_data::Source;
 use moh_kernels::ElementType;
 use moh_model::{HeadCounts, ModelConfig, MohConfig, Recompute};
 use moh_recipe::{ParallelOptions, Recipe, Stage};
+pub use rate::{Basis, Rate};
 pub use training_data::{SourceEpochs, open_training};
 use work::Work;
 pub use work::{Layout, step_config};
@@ -45,8 +46,8 @@ pub struct Plan {
     pub sources: Option<Vec<SourceEpochs>>,
     /// Bytes on disk.
     pub disk: DiskBytes,
-    /// TFLOP/s that one device achieves, if the time was requested.
-    pub device_tflops: Option<f64>,
+    /// TFLOP/s of one device, if times were requested.
+    pub device_tflops: Option<Rate>,
     /// The stages on many ranks, if requested.
     pub cluster: Option<Cluster>,
     /// `run.dtype`.
@@ -158,8 +159,9 @@ impl Plan {
         Ok(Plan { sources: Some(SourceEpochs::of_run(recipe, &training)), ..self })
     }
 
-    /// Adds times to the plan, for a device that achieves `tflops` TFLOP/s (not its peak).
-    pub fn with_device_tflops(self, tflops: f64) -> Plan {
+    /// Adds times to the plan: for a device that achieves so many TFLOP/s (not its peak), assumed, or for the one whose
+    /// matrix products were measured.
+    pub fn with_device_tflops(self, tflops: Rate) -> Plan {
         Plan { device_tflops: Some(tflops), ..self }
     }
 }

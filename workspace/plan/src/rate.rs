@@ -39,6 +39,13 @@ pub struct Rate {
     pub basis: Basis,
 }
 
+impl Rate {
+    /// A rate that is an estimate.
+    pub fn assumed(value: f64) -> Self {
+        Rate { value, basis: Basis::Assumed }
+    }
+}
+
 impl<'de> Deserialize<'de> for Rate {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         from.deserialize_any(RateVisitor)
@@ -66,7 +73,7 @@ impl<'de> Visitor<'de> for RateVisitor {
     }
 
     fn visit_f64<E: Error>(self, value: f64) -> Result<Rate, E> {
-        Ok(Rate { value, basis: Basis::Assumed })
+        Ok(Rate::assumed(value))
     }
 
     fn visit_map<A: MapAccess<'de>>(self, table: A) -> Result<Rate, A::Error> {

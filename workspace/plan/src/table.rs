@@ -10,9 +10,8 @@ use moh_recipe::DeviceKind;
 use super::calibration::CalibrationCost;
 use super::cluster::{Cluster, ClusterStage, PredictedSpeed};
 use super::layouts::StageSuggestions;
-use super::rate::{Basis, Rate};
 use super::{DiskBytes, Plan, StagePlan};
-use crate::{Hardware, RankMemory, SourceEpochs, Suggestions};
+use crate::{Basis, Hardware, RankMemory, Rate, SourceEpochs, Suggestions};
 
 /// Width of a row's label.
 const LABEL: usize = 40;
@@ -155,9 +154,14 @@ impl Plan {
         table.each("training, per token", stages, |s| flops(s.training_flops))?;
         table.each("training, per token, if dense", stages, |s| flops(s.dense_training_flops))?;
         table.each("training, whole stage", stages, |s| flops(s.total_flops()))?;
-        let Some(tflops) = self.device_tflops else { return Ok(()) };
-        let rate = tflops * 1e12;
-        table.title(&format!("Time on one device that achieves {tflops} TFLOP/s, assumed"))?;
+        let Some(Rate { value, basis }) = self.device_tflops else { return Ok(()) };
+        let rate = value * 1e12;
+        table.title(&match basis {
+            Basis::Measured => format!(
+                "Time on this processor if steps reach the rate of its matrix products, {value:.3} TFLOP/s, measured"
+            ),
+            _ => format!("Time on one device that achieves {value} TFLOP/s, assumed"),
+        })?;
         table
             .each("tokens/s", stages, |stage| group_digits((rate / stage.training_flops) as u64))?;
         table.each("time", stages, |stage| duration(stage.total_flops() / rate))?;

@@ -268,7 +268,8 @@ fn ranks_that_make_no_whole_models_are_refused() {
 #[test]
 fn a_calibration_is_shown_of_the_stage_that_has_it() {
     assert!(!plan(&[]).to_string().contains("Calibration"));
-    let calibrated = plan(&["stage.moh.moh.calibration={}"]).with_device_tflops(1.0).to_string();
+    let calibrated =
+        plan(&["stage.moh.moh.calibration={}"]).with_device_tflops(Rate::assumed(1.0)).to_string();
     let (_, shown) = calibrated.split_once("Calibration before a stage's first step").unwrap();
     let line = |label: &str| {
         let line = shown.lines().find(|line| line.trim_start().starts_with(label)).unwrap();
@@ -295,7 +296,7 @@ fn huge_numbers_saturate_and_print() {
         "stage.adapt.tokens=9e15",
         "stage.moh.moh.calibration={ tokens = 9e15 }",
     ];
-    let text = plan(&huge).with_device_tflops(1e-9).to_string();
+    let text = plan(&huge).with_device_tflops(Rate::assumed(1e-9)).to_string();
     assert!(text.contains("years") || text.contains("days"));
     let divided = "stage.moh.moh.calibration={ tokens = 9e15, shared = \"calibrated-total\" }";
     plan(&[&huge[..4], &[divided]].concat()).to_string();

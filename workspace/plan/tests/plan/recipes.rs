@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use moh_kernels::Purpose;
-use moh_plan::{Hardware, Plan};
+use moh_plan::{Hardware, Plan, Rate};
 use moh_recipe::Recipe;
 
 /// Largest accepted difference of a prediction from a published rate.
@@ -74,7 +74,7 @@ fn the_papers_recipe_has_the_papers_plan() {
     let mut recipe = Recipe::load(&path, &overrides).unwrap();
     let model = recipe.model_config(&path).unwrap().unwrap();
     recipe.resolve(&path, &model).unwrap();
-    let plan = Plan::new(&recipe, &model).unwrap().with_device_tflops(600.0);
+    let plan = Plan::new(&recipe, &model).unwrap().with_device_tflops(Rate::assumed(600.0));
     assert_eq!(plan.vocabulary, (128_256, 160_896));
     assert_eq!(plan.parameters, (8_030_261_248, 8_297_648_128));
 

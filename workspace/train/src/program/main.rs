@@ -102,7 +102,7 @@ struct Arguments {
     /// Print parameters, steps, memory, FLOPs and time, and do not train
     #[arg(long)]
     plan: bool,
-    /// Achieved TFLOP/s of the plan's device, for its times
+    /// Achieved TFLOP/s of the plan's device, for its times [default: of this CPU's matrix products, for a recipe of a CPU]
     #[arg(long, value_name = "TFLOPS", requires = "plan")]
     device_tflops: Option<f64>,
     /// Plan this many ranks: layout, memory per rank and communication

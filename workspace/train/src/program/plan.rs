@@ -2,17 +2,20 @@
 
 use std::io::{Write as _, stdout};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use half::bf16;
 use indicatif::{HumanCount, HumanDuration};
 use moh_checkpoint::run_directory::local_model_config;
 use moh_hf::ConfigFile;
+use moh_kernels::linear::{Linear as _, LinearForward};
+use moh_kernels::{Cpu, Element, ElementType};
 use moh_model::ModelConfig;
-use moh_plan::{Hardware, Plan, StagePlan, Suggestions};
+use moh_plan::{Basis, Hardware, Plan, Rate, StagePlan, Suggestions};
 use moh_program::exit;
 use moh_program::table::aligned;
-use moh_recipe::Recipe;
+use moh_recipe::{DeviceKind, Recipe};
 use moh_train::Comparison;
 
 use crate::{Arguments, model_location};
@@ -28,7 +31,7 @@ pub(crate) fn plan(arguments: &Arguments, path: &Path, mut recipe: Recipe) -> an
         }
         (ranks, hardware) => {
             let mut plan = Plan::new(&recipe, &config)?.with_sources(&recipe)?;
-            if let Some(tflops) = arguments.device_tflops {
+            if let Some(tflops) = rate(arguments, &recipe, &config)? {
                 plan = plan.with_device_tflops(tflops);
             }
             if let Some(ranks) = ranks {
@@ -47,38 +50,83 @@ pub(crate) fn plan_comparison(
     comparison: &Comparison,
 ) -> anyhow::Result<()> {
     check_rate(arguments)?;
-    let time = |flops: f64| {
-        let seconds = arguments.device_tflops.map(|tflops| flops / (tflops * 1e12))?;
-        Some(HumanDuration(Duration::try_from_secs_f64(seconds).ok()?).to_string())
+    let time = |flops: f64, tflops: Rate| {
+        let seconds = Duration::try_from_secs_f64(flops / (tflops.value * 1e12)).ok()?;
+        Some(HumanDuration(seconds).to_string())
     };
-    let row = |name: &str, stages: &str, (steps, tokens, flops): (u64, u64, f64)| {
+    let row = |name: &str, stages: &str, (steps, tokens, flops): (u64, u64, f64), tflops| {
         let counts = [HumanCount(steps).to_string(), HumanCount(tokens).to_string()];
         let cells = [name.to_owned(), stages.to_owned()].into_iter().chain(counts);
-        cells.chain([format!("{flops:.2e}")]).chain(time(flops)).collect::<Vec<_>>()
+        let time = Option::and_then(tflops, |tflops| time(flops, tflops));
+        cells.chain([format!("{flops:.2e}")]).chain(time).collect::<Vec<_>>()
     };
-    let mut header = vec!["run", "stages", "steps", "tokens", "FLOPs"];
-    header.extend(arguments.device_tflops.map(|_| "time"));
-    let mut lines = Vec::new();
+    let (mut lines, mut tflops) = (Vec::new(), None);
     let (mut sum, mut alone) = ((0, 0, 0.0), (0, 0, 0.0));
     for run in comparison.runs() {
         let mut recipe = run.recipe.clone();
         let config = resolve(&mut recipe, path)?;
         let plan = Plan::new(&recipe, &config)?;
+        if tflops.is_none() {
+            tflops = rate(arguments, &recipe, &config)?;
+        }
         let add = |(steps, tokens, flops): (u64, u64, f64), stage: &StagePlan| {
             (steps + stage.steps, tokens + stage.tokens, flops + stage.total_flops())
         };
         let own = plan.stages.get(run.num_shared..).unwrap_or_default();
         let stages: Vec<&str> = own.iter().map(|stage| stage.name.as_str()).collect();
-        lines.push(row(&run.name, &stages.join(", "), own.iter().fold((0, 0, 0.0), add)));
+        lines.push(row(&run.name, &stages.join(", "), own.iter().fold((0, 0, 0.0), add), tflops));
         sum = own.iter().fold(sum, add);
         if run.variant.is_some() {
             alone = plan.stages.iter().fold(alone, add);
         }
     }
-    lines.push(row("all runs", "", sum));
-    lines.push(row("without sharing", "", alone));
+    lines.push(row("all runs", "", sum, tflops));
+    lines.push(row("without sharing", "", alone, tflops));
+    let mut header = vec!["run", "stages", "steps", "tokens", "FLOPs"];
+    header.extend(tflops.map(|_| "time"));
     write!(stdout(), "{}", aligned(header, lines, &[0]))?;
     Ok(())
+}
+
+/// The rate for a plan's times: the one that is given, or else, where a recipe is for a CPU and one process, what this
+/// machine's reaches.
+fn rate(
+    arguments: &Arguments,
+    recipe: &Recipe,
+    config: &ModelConfig,
+) -> anyhow::Result<Option<Rate>> {
+    if let Some(tflops) = arguments.device_tflops {
+        return Ok(Some(Rate::assumed(tflops)));
+    }
+    if recipe.run.device != DeviceKind::Cpu || arguments.ranks.is_some() {
+        return Ok(None);
+    }
+    let value = match recipe.run.dtype {
+        ElementType::F32 => product_tflops::<f32>(config)?,
+        ElementType::BF16 => product_tflops::<bf16>(config)?,
+    };
+    Ok(Some(Rate { value, basis: Basis::Measured }))
+}
+
+/// TFLOP/s of the best of the matrix products that this processor computes in a fifth of a second: of the shape of the
+/// model's MLP, of which wide ones are cut.
+fn product_tflops<T: Element>(config: &ModelConfig) -> anyhow::Result<f64> {
+    const TOKENS: usize = 1024;
+    const WIDEST: usize = 2048;
+    const MEASURED: Duration = Duration::from_millis(200);
+    let inputs = config.hidden_size.clamp(1, WIDEST);
+    let outputs = config.intermediate_size.clamp(1, WIDEST);
+    let ones = |len| vec![T::from_f32(1.0); len];
+    let (x, weight, mut y) =
+        (ones(TOKENS * inputs), ones(outputs * inputs), ones(TOKENS * outputs));
+    let (begun, mut least) = (Instant::now(), f64::INFINITY);
+    while begun.elapsed() < MEASURED {
+        let started = Instant::now();
+        Cpu.linear_forward(LinearForward::new(inputs, &x[..], &weight[..], &mut y[..]))?;
+        least = least.min(started.elapsed().as_secs_f64());
+    }
+    let flops = 2.0 * (TOKENS * inputs * outputs) as f64;
+    Ok(flops / least.max(1e-9) / 1e12)
 }
 
 /// Refuses a rate that is not a positive number.

@@ -140,7 +140,7 @@ fn a_plan_of_a_hub_id_needs_its_configuration_alone() {
     let cache = dir.path().join("cache");
     let plan = || {
         let mut command = moh_train(dir.path(), &["model.from=org/tiny"]);
-        command.arg("--plan").env("HF_HUB_CACHE", &cache);
+        command.args(["--plan", "--device-tflops", "1"]).env("HF_HUB_CACHE", &cache);
         command
     };
     let message = failure(dir.path(), &mut plan(), 1);
@@ -153,6 +153,8 @@ fn a_plan_of_a_hub_id_needs_its_configuration_alone() {
     fs::create_dir(model.join("refs")).unwrap();
     fs::write(model.join("refs/main"), commit).unwrap();
     fs::copy(dir.path().join("source/config.json"), snapshot.join("config.json")).unwrap();
-    let whole = success(moh_train(dir.path(), &[]).arg("--plan"));
+    let measured = success(moh_train(dir.path(), &[]).arg("--plan"));
+    assert!(measured.contains("Time on this processor if steps reach the rate"), "{measured}");
+    let whole = success(moh_train(dir.path(), &[]).args(["--plan", "--device-tflops", "1"]));
     assert_eq!(success(&mut plan()), whole);
 }
