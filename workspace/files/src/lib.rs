@@ -45,6 +45,17 @@ pub fn create_directory(path: &Path) -> std::io::Result<()> {
     }
 }
 
+/// What is wrong with a file whose bytes are no JSON, and what to do about what Python writes into it.
+pub fn json_fault(error: &dyn std::fmt::Display, bytes: &[u8]) -> String {
+    let has = |word: &[u8]| bytes.windows(word.len()).any(|part| part == word);
+    match has(b"NaN") || has(b"Infinity") {
+        true => format!(
+            "not valid JSON: {error}: NaN and Infinity are not JSON, write null in their place"
+        ),
+        false => format!("not valid JSON: {error}"),
+    }
+}
+
 /// Syncs the entries of a directory, new ones and renamed ones, to disk; a no-op except on Unix.
 pub fn sync_directory(path: &Path) -> std::io::Result<()> {
     match cfg!(unix) {

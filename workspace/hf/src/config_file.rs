@@ -112,11 +112,10 @@ impl ConfigFile {
             Some(auto_map) => {
                 fields.insert("auto_map".to_string(), auto_map);
             }
-            // The code of a Mixture-of-Head model would load the wrong model.
-            None if self.config.moh.is_some() => {
+            // Code that is not copied, or would load the wrong model.
+            None => {
                 fields.shift_remove("auto_map");
             }
-            None => {}
         }
         rope::write(&mut fields, &config.rope);
         if let Some(dtype) = dtype {
@@ -136,7 +135,7 @@ impl ConfigFile {
 pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, Error> {
     let bytes = moh_files::read_bounded(path, MAX_FILE_BYTES, "a configuration")?;
     let value = serde_json::from_slice(&bytes)
-        .map_err(|error| Error::file(path, format!("not valid JSON: {error}")))?;
+        .map_err(|error| Error::file(path, moh_files::json_fault(&error, &bytes)))?;
     object(value, path)
 }
 

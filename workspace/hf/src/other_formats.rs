@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE};
+
 /// PEFT's file of an adapter. transformers loads the adapter where this file is beside a model.
 pub(crate) const ADAPTER_FILE: &str = "adapter_config.json";
 
@@ -14,29 +16,72 @@ pub(crate) fn of_directory(dir: &Path) -> Option<String> {
         return Some(format!("holds an adapter of PEFT, not a model: {MERGE}"));
     }
     let entries = std::fs::read_dir(dir).ok()?.flatten();
-    let names: Vec<String> =
+    let mut names: Vec<String> =
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
-    let has = |matches: &dyn Fn(&str) -> bool| names.iter().any(|name| matches(name));
-    let save = "load it in transformers and save it with save_pretrained(DIR)";
-    if has(&|name| name.starts_with("consolidated.") && name.ends_with(".pth")) {
-        let script = "convert_llama_weights_to_hf.py";
-        return Some(format!(
-            "holds Meta's own format: take the repository's files in Hugging Face's layout, or convert it with transformers' {script}"
-        ));
-    }
-    if has(&|name| name.ends_with(".gguf")) {
-        return Some(
-            "holds weights of llama.cpp (.gguf): start from the model that they were made of"
-                .to_owned(),
-        );
-    }
-    if has(&|name| [".bin", ".pt", ".pth"].iter().any(|end| name.ends_with(end))) {
-        return Some(format!(
-            "holds PyTorch weights, which must be saved as safetensors first: {save}"
-        ));
-    }
-    None
+    names.retain(|name| name != WEIGHTS_FILE && name != INDEX_FILE);
+    names.sort();
+    FORMATS.iter().find_map(|(is_file, what)| {
+        let name = names.iter().find(|name| is_file(name))?;
+        Some(what.replace("NAME", name).replace("DIR/", &format!("{}/", dir.display())))
+    })
 }
+
+/// Whether a file of this name is one of a format's.
+type IsFile = fn(&str) -> bool;
+
+/// What a directory with a file of such a name holds, and what to do.
+const FORMATS: [(IsFile, &str); 12] = [
+    (
+        |name| name.starts_with("checkpoint-"),
+        "holds checkpoints, not a model: name one of them, such as DIR/NAME",
+    ),
+    (
+        |name| name == "snapshots",
+        "is a repository of the hub's cache: name a directory in DIR/snapshots",
+    ),
+    (
+        |name| name.starts_with("consolidated.") && name.ends_with(".pth"),
+        "holds Meta's own format: take the repository's files in Hugging Face's layout, or convert it with transformers' \
+         convert_llama_weights_to_hf.py",
+    ),
+    (
+        |name| name == "zero_to_fp32.py" || name.starts_with("global_step"),
+        "holds a checkpoint of DeepSpeed: run its zero_to_fp32.py with --safe_serialization, beside the model's config.json",
+    ),
+    (
+        |name| name.ends_with(".distcp"),
+        "holds a distributed checkpoint of PyTorch: save the model with save_pretrained(DIR) from the trainer that wrote it",
+    ),
+    (
+        |name| name.ends_with(".gguf"),
+        "holds weights of llama.cpp (.gguf): start from the model that they were made of",
+    ),
+    (
+        |name| name == "adapter_model.safetensors",
+        "holds an adapter of PEFT without its adapter_config.json, not a model",
+    ),
+    (
+        |name| name.contains(".safetensors.index.") && name.ends_with(".json"),
+        "has an index of another name, NAME: rename it to model.safetensors.index.json",
+    ),
+    (
+        |name| name.contains("-00001-of-"),
+        "holds shards without model.safetensors.index.json: load it in transformers and save it with save_pretrained(DIR)",
+    ),
+    (
+        |name| name.ends_with(".safetensors"),
+        "holds weights of another name, NAME: rename it to model.safetensors if it is the whole model in Hugging Face's layout",
+    ),
+    (
+        |name| [".bin", ".pt", ".pth"].iter().any(|end| name.ends_with(end)),
+        "holds PyTorch weights, which must be saved as safetensors first: load it in transformers and save it with \
+         save_pretrained(DIR)",
+    ),
+    (
+        |name| [".h5", ".msgpack", ".onnx", ".npz", ".nemo"].iter().any(|end| name.ends_with(end)),
+        "holds weights of another framework, NAME: start from the model's files in Hugging Face's layout",
+    ),
+];
 
 /// Why a model has a tensor of this name in place of its own, and what to do.
 pub(crate) fn of_tensor(name: &str) -> Option<String> {

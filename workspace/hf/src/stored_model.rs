@@ -31,7 +31,10 @@ impl StoredModel {
     /// that differs from the embedding is not tied.
     pub fn open(dir: &Path) -> Result<Self, Error> {
         let mut file = ConfigFile::read(dir)?;
-        let weights = WeightFiles::open(dir)?;
+        let mut weights = WeightFiles::open(dir)?;
+        if file.config.tie_word_embeddings {
+            weights.embed_with_head();
+        }
         weights.check(&file.config)?;
         let mut warning = None;
         if has_own_head(&file.config, &weights)? {

@@ -139,7 +139,7 @@ impl WeightFiles {
         }
         if moh_files::is_file(&single)? {
             let mut files = WeightFiles::empty(single.clone());
-            files.add_shard(single, None)?;
+            files.add_shard(single, None, &mut Vec::new())?;
             return Ok(files);
         }
         if moh_files::is_file(&index)? {
@@ -161,14 +161,15 @@ impl WeightFiles {
         let mut names: Vec<&String> = weight_map.values().collect();
         names.sort();
         names.dedup();
-        let mut files = WeightFiles::empty(index.clone());
+        let (mut files, mut copies) = (WeightFiles::empty(index.clone()), Vec::new());
         for name in names {
             let path = dir.join(name);
             if !moh_files::is_file(&path)? {
                 return refuse(&index, format!("names the shard {name}, which is missing"));
             }
-            files.add_shard(path, Some((name, &weight_map)))?;
+            files.add_shard(path, Some((name, &weight_map)), &mut copies)?;
         }
+        files.check_copies(&copies)?;
         let mut missing: Vec<_> =
             weight_map.iter().filter(|(name, _)| !files.by_name.contains_key(*name)).collect();
         missing.sort();
@@ -181,12 +182,12 @@ impl WeightFiles {
         }
     }
 
-    /// Maps one file and lists its tensors; if several shards have a tensor, the index decides
-    /// which one is used.
+    /// Maps one file and lists its tensors; of a tensor that several shards have, the other ones are `copies`.
     fn add_shard(
         &mut self,
         path: PathBuf,
         index: Option<(&String, &HashMap<String, String>)>,
+        copies: &mut Vec<Tensor>,
     ) -> Result<(), Error> {
         let io = |source| Error::from(moh_files::io(&path)(source));
         let file = moh_files::open(&path).map_err(io)?;
@@ -208,21 +209,49 @@ impl WeightFiles {
             let elsewhere = index.is_some_and(|(file_name, weight_map)| {
                 weight_map.get(&name).is_some_and(|file| file != file_name)
             });
+            let (from, to) = info.data_offsets;
+            let (dtype, shape) = (info.dtype, info.shape.clone());
+            let (shard, range) = (self.shards.len(), start + from..start + to);
+            let tensor = Tensor { name: name.clone(), shard, dtype, shape, range };
             if elsewhere || self.by_name.contains_key(&name) {
+                copies.push(tensor);
                 continue;
             }
-            let (from, to) = info.data_offsets;
-            self.by_name.insert(name.clone(), self.tensors.len());
-            self.tensors.push(Tensor {
-                name,
-                shard: self.shards.len(),
-                dtype: info.dtype,
-                shape: info.shape.clone(),
-                range: start + from..start + to,
-            });
+            self.by_name.insert(name, self.tensors.len());
+            self.tensors.push(tensor);
         }
         self.shards.push(Shard { path, map });
         Ok(())
+    }
+
+    /// Refuses a tensor that two shards have with different values: transformers takes the last file's, whatever the index
+    /// says.
+    fn check_copies(&self, copies: &[Tensor]) -> Result<(), Error> {
+        let bytes = |of: &Tensor| &self.shards[of.shard].map[of.range.clone()];
+        for copy in copies {
+            let Some(&index) = self.by_name.get(&copy.name) else { continue };
+            let tensor = &self.tensors[index];
+            if (tensor.dtype, &tensor.shape) != (copy.dtype, &copy.shape)
+                || bytes(tensor) != bytes(copy)
+            {
+                let name = copy.name.escape_debug();
+                let other = self.shards[tensor.shard].path.display();
+                let reason = format!("{name} has other values than in {other}: remove one of them");
+                return refuse(&self.shards[copy.shard].path, reason);
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the output head of files without an embedding the embedding, of which it is a copy in a tied model.
+    pub(crate) fn embed_with_head(&mut self) {
+        if self.by_name.contains_key(EMBEDDING) {
+            return;
+        }
+        if let Some(index) = self.by_name.remove(OUTPUT_HEAD) {
+            self.tensors[index].name = EMBEDDING.to_owned();
+            self.by_name.insert(EMBEDDING.to_owned(), index);
+        }
     }
 
     /// Names of all tensors, in file order.
@@ -235,7 +264,11 @@ impl WeightFiles {
         let tensor = self.find(name)?;
         let shard = &self.shards[tensor.shard];
         let Some(dtype) = weight_type(tensor.dtype) else {
-            let reason = format!("{name} has type {}: expected F32, F16 or BF16", tensor.dtype);
+            let reason = format!(
+                "{name} has type {}: expected F32, F16 or BF16: load the model in transformers with dtype=\"bfloat16\" and \
+                 save it with save_pretrained(DIR)",
+                tensor.dtype
+            );
             return refuse(&shard.path, reason);
         };
         Ok(TensorBytes { dtype, shape: &tensor.shape, bytes: &shard.map[tensor.range.clone()] })
@@ -262,7 +295,13 @@ impl WeightFiles {
             return Ok(&self.tensors[index]);
         }
         let other = self.names().find_map(other_formats::of_tensor);
-        refuse(&self.path, other.unwrap_or(format!("{name} is missing")))
+        let missing = || match name {
+            OUTPUT_HEAD => format!(
+                "{name} is missing: set tie_word_embeddings to true in config.json if the embedding is the output head"
+            ),
+            _ => format!("{name} is missing"),
+        };
+        refuse(&self.path, other.unwrap_or_else(missing))
     }
 
     /// The file of a tensor, for messages.
@@ -401,7 +440,7 @@ fn read_index(path: &Path) -> Result<HashMap<String, String>, Error> {
     let bytes = moh_files::read_bounded(path, MAX_INDEX_BYTES, "an index")?;
     let index: Value = match serde_json::from_slice(&bytes) {
         Ok(index) => index,
-        Err(error) => return refuse(path, format!("not valid JSON: {error}")),
+        Err(error) => return refuse(path, moh_files::json_fault(&error, &bytes)),
     };
     let Some(Value::Object(entries)) = index.get("weight_map") else {
         return refuse(path, "weight_map is missing or not an object");

@@ -119,9 +119,17 @@ fn a_directory_without_weights_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     assert!(open_error(&dir).ends_with(&format!("holds neither {WEIGHTS_FILE} nor {INDEX_FILE}")));
     for (file, expected) in [
+        ("weights.npz", "holds weights of another framework, weights.npz: start from"),
         ("pytorch_model.bin", "holds PyTorch weights, which must be saved as safetensors first"),
+        ("model.fp16.safetensors", "holds weights of another name, model.fp16.safetensors: rename"),
+        ("model-00001-of-00002.safetensors", "holds shards without model.safetensors.index.json"),
+        ("model.safetensors.index.fp16.json", "has an index of another name, model.safetensors."),
         ("model.gguf", "holds weights of llama.cpp"),
+        ("__0_0.distcp", "holds a distributed checkpoint of PyTorch"),
+        ("zero_to_fp32.py", "holds a checkpoint of DeepSpeed: run its zero_to_fp32.py"),
         ("consolidated.00.pth", "holds Meta's own format"),
+        ("snapshots", "is a repository of the hub's cache: name a directory in /"),
+        ("checkpoint-50", "holds checkpoints, not a model: name one of them, such as /"),
         ("adapter_config.json", "holds an adapter of PEFT, not a model: merge"),
     ] {
         std::fs::write(dir.path().join(file), b"x").unwrap();
@@ -207,6 +215,53 @@ fn an_index_that_does_not_fit_is_refused() {
     let dir = sharded(&tensors, |_| ());
     std::fs::write(dir.path().join(INDEX_FILE), "{").unwrap();
     assert!(open_error(&dir).contains("not valid JSON"));
+    std::fs::write(dir.path().join(INDEX_FILE), "{\"metadata\": {\"loss\": NaN}}").unwrap();
+    assert!(open_error(&dir).ends_with("write null in their place"), "{}", open_error(&dir));
+}
+
+#[test]
+fn a_tensor_of_two_shards_has_one_value() {
+    let tensors = tensors(&config(false));
+    let add = |index: &mut Value| index["weight_map"]["other"] = json!("model-9.safetensors");
+    let dir = sharded(&tensors, add);
+    let copy = |change: u8| {
+        let mut embedding = tensors[EMBEDDING].clone();
+        embedding.1[1] ^= change;
+        let copied = [EMBEDDING, "other"].map(|name| (name.to_owned(), embedding.clone()));
+        let bytes = safetensors_file(&copied.into());
+        std::fs::write(dir.path().join("model-9.safetensors"), bytes).unwrap();
+    };
+    copy(0);
+    WeightFiles::open(dir.path()).unwrap();
+    copy(1);
+    let message = open_error(&dir);
+    assert!(message.contains("model.embed_tokens.weight has other values than in "), "{message}");
+}
+
+#[test]
+fn a_head_alone_is_the_embedding_of_a_tied_model() {
+    let mut tensors = tensors(&config(true));
+    let embedding = tensors.remove(EMBEDDING).unwrap();
+    tensors.insert(OUTPUT_HEAD.to_owned(), embedding);
+    let dir = single(&tensors);
+    let write = |tied: bool| {
+        let fields = json!({
+            "model_type": "llama", "vocab_size": 6, "hidden_size": 4, "intermediate_size": 6,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "tie_word_embeddings": tied,
+        });
+        std::fs::write(dir.path().join("config.json"), fields.to_string()).unwrap();
+        crate::StoredModel::open(dir.path())
+    };
+    let model = write(true).unwrap();
+    let mut values = vec![0.0; 24];
+    model.weights.read_f32(EMBEDDING, &mut values).unwrap();
+    assert!(values[1] == values[0] + 1.0 / 64.0 && model.file.config.tie_word_embeddings);
+    let message = write(false).unwrap_err().to_string();
+    assert!(message.ends_with("model.embed_tokens.weight is missing"), "{message}");
+    let mut headless = self::tensors(&config(false));
+    headless.remove(OUTPUT_HEAD);
+    let message = check_error(&headless, &config(false));
+    assert!(message.contains("lm_head.weight is missing: set tie_word_embeddings"), "{message}");
 }
 
 #[test]
