@@ -56,7 +56,8 @@ pub struct CalibrationReceipt {
 pub struct TextReceipt {
     /// The token file or the text.
     pub text: String,
-    /// Mean cross-entropy over its held-out tokens, in nats, if there are several texts: of the dense model,
+    /// Mean cross-entropy over its held-out tokens, in nats, if there are several texts and
+    /// it has any: of the dense model,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_dense: Option<f64>,
     /// and of the output.
@@ -140,10 +141,10 @@ impl Calibrated {
     pub fn receipt(&self) -> CalibrationReceipt {
         let losses = &self.calibration.losses;
         let by_text = &self.calibration.losses_of_texts;
-        let of_text = |(number, text): (usize, &String)| TextReceipt {
-            text: text.clone(),
-            loss_dense: by_text.get(number).map(|losses| losses.dense),
-            loss: by_text.get(number).map(|losses| losses.calibrated),
+        let of_text = |(number, text): (usize, &String)| {
+            let losses = by_text.get(number).filter(|losses| !losses.dense.is_nan());
+            let (loss_dense, loss) = losses.map(|it| (it.dense, it.calibrated)).unzip();
+            TextReceipt { text: text.clone(), loss_dense, loss }
         };
         CalibrationReceipt {
             texts: self.texts.iter().enumerate().map(of_text).collect(),

@@ -56,9 +56,9 @@ struct Arguments {
     /// Attention of the output [default: moh, or, of a run and without a number of heads, as it was trained]
     #[arg(long, value_enum)]
     attention: Option<AttentionKind>,
-    /// Router: query-norm, group (whole groups of heads that read one key/value head), within-group (as many
-    /// heads of every group), static (shared heads alone), or learned and fitted by --calibration: two-stage and
-    /// one-stage, which weigh heads, and linear [default: a Mixture-of-Head model's own, or query-norm]
+    /// Router: query-norm, group (whole groups of heads that read one key/value head), static (shared heads
+    /// alone), or learned and fitted by --calibration: two-stage and one-stage, which weigh heads, and linear
+    /// [default: a Mixture-of-Head model's own, or query-norm]
     #[arg(long, value_name = "NAME", value_parser = options::routers())]
     router: Option<RouterKind>,
     /// Shared heads, for all layers or for each: 16 or 32,16,8 [default: a Mixture-of-Head model's own,
@@ -183,7 +183,14 @@ const BASE_MODEL: &str = "expected an id on the hub, such as meta-llama/Llama-3.
 const LICENSE: &str = "expected the id of a licence, such as apache-2.0 or llama3";
 
 fn main() -> ExitCode {
-    exit::run(|| run(&arguments::parse::<Arguments>()))
+    exit::run(|| {
+        run(&arguments::parse::<Arguments>()).map_err(|error| match error.downcast_ref() {
+            Some(kept @ moh_convert::Error::Kept(..)) => {
+                exit::StoppedEarly(kept.to_string()).into()
+            }
+            _ => error,
+        })
+    })
 }
 
 /// The requested attention; `None` if nothing is said about it.
@@ -406,11 +413,12 @@ fn print_receipt(
             "  measured on      {} tokens: held-out loss {loss:.4}, {loss_dense:.4} dense",
             HumanCount(*tokens as u64)
         )?;
-        for text in texts {
-            let TextReceipt { text, loss_dense: Some(dense), loss: Some(loss) } = text else {
-                continue;
+        for TextReceipt { text, loss_dense, loss } in texts.iter().filter(|_| texts.len() > 1) {
+            let losses = match loss.zip(*loss_dense) {
+                Some((loss, dense)) => format!("{loss:.4}, {dense:.4} dense"),
+                None => "none of its windows is held out".to_owned(),
             };
-            writeln!(out, "                   {text}: {loss:.4}, {dense:.4} dense")?;
+            writeln!(out, "                   {text}: {losses}")?;
         }
     }
     for remark in receipt.rounding.iter().chain(&receipt.weakness) {
