@@ -32,7 +32,7 @@ def other_release(fault):
 
 # How the heads of a token are chosen: any of them by the norms of their queries, whole groups of heads that read
 # one key/value head, as many heads of each group, none beside the shared ones, or any by learned matrices.
-ROUTERS = ("query-norm", "group", "within-group", "static", "linear", "one-stage", "two-stage")
+ROUTERS = ("query-norm", "group", "static", "linear", "one-stage", "two-stage")
 # Those that multiply the outputs of active heads by weights other than 1.
 WEIGHING_ROUTERS = ("one-stage", "two-stage")
 REQUIRED_KEYS = ("moh_router", "moh_shared_heads", "moh_routed_top_k")
@@ -111,16 +111,6 @@ class MohHeads:
             )
         elif self.moh_router == "group" and top_k % size:
             fault = f"moh_routed_top_k of layer {layer} = {top_k}: must be a multiple of {size}, the heads of a group"
-        elif self.moh_router == "within-group" and len(set(shared)) > 1:
-            fault = (
-                f"moh_shared_heads of layer {layer} are not equally many in every group: the router "
-                f"\"within-group\" needs as many of the {size} heads of each key/value head"
-            )
-        elif self.moh_router == "within-group" and top_k % groups:
-            fault = (
-                f"moh_routed_top_k of layer {layer} = {top_k}: must be a multiple of {groups}, the key/value heads, "
-                "each of which has as many"
-            )
         elif self.moh_router == "static" and top_k:
             fault = (
                 f"moh_routed_top_k of layer {layer} = {top_k}: must be 0, tokens of the router \"static\" compute the "

@@ -60,12 +60,11 @@ KNOWN_KEYWORDS = frozenset(
 class MohRouter(nn.Module):
     """Selects the heads of each token by the norms of their queries.
 
-    The router "query-norm" ranks all routed heads of a token together, "within-group" those that read one
-    key/value head, of which it selects as many for each. "group" ranks whole groups of these heads by the sum of
-    their squares. Sums of squares are in f64, a tie goes to the lower head, so that every program selects the same
-    heads. The gates are softmax(norm / std), with the unbiased standard deviation over the heads that are ranked
-    together; they are uniform, without a gradient, where all norms are equal. Those of "group" are the softmax of
-    the groups' root mean squares, the same for each head of a group.
+    The router "query-norm" ranks the routed heads of a token, "group" whole groups of heads that read one key/value
+    head, by the sum of their squares. Sums of squares are in f64, a tie goes to the lower head, so that every program
+    selects the same heads. The gates are softmax(norm / std), with the unbiased standard deviation over the routed heads;
+    they are uniform, without a gradient, where all norms are equal. Those of "group" are the softmax of the groups' root
+    mean squares, the same for each head of a group.
     """
 
     def __init__(self, config, layer_idx):
@@ -73,11 +72,9 @@ class MohRouter(nn.Module):
         self.num_heads = config.num_attention_heads
         shared_heads, self.top_k = config.layer_heads(layer_idx)
         self.routed_heads = [head for head in range(self.num_heads) if head not in shared_heads]
-        groups = config.num_key_value_heads
-        # The heads that are ranked together, and those that are selected together.
-        self.pools = groups if config.moh_router == "within-group" else 1
-        self.unit = self.num_heads // groups if config.moh_router == "group" else 1
         self.by_groups = config.moh_router == "group"
+        # The heads that are selected together.
+        self.unit = self.num_heads // config.num_key_value_heads if self.by_groups else 1
 
     def forward(self, queries, hidden_states):
         """Routes queries of shape [..., heads, head_dim], as the projection gives them.
@@ -106,12 +103,11 @@ class MohRouter(nn.Module):
 
     def select(self, squares):
         """Whether each routed head is selected, by their squares [..., routed]."""
-        # The heads of a pool or a group are adjacent.
-        units = squares.unflatten(-1, (self.pools, -1, self.unit)).sum(-1)
-        count = self.top_k // (self.pools * self.unit)
-        best = units.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+        # The heads of a group are adjacent.
+        units = squares.unflatten(-1, (-1, self.unit)).sum(-1)
+        best = units.sort(dim=-1, descending=True, stable=True).indices[..., : self.top_k // self.unit]
         selected = torch.zeros_like(units, dtype=torch.bool).scatter(-1, best, True)
-        return selected.repeat_interleave(self.unit, -1).flatten(-2)
+        return selected.repeat_interleave(self.unit, -1)
 
     def scores(self, queries):
         """The scores of routed queries [..., routed, head_dim]."""
@@ -119,9 +115,7 @@ class MohRouter(nn.Module):
             of_groups = queries.unflatten(-2, (-1, self.unit)).flatten(-2)
             norms = torch.linalg.vector_norm(of_groups, dim=-1, dtype=torch.float64) / self.unit**0.5
             return norms.repeat_interleave(self.unit, -1)
-        scores = normalized_norms(queries.unflatten(-2, (self.pools, -1)))
-        # Of several pools, each has the same share of a token's gates.
-        return (scores if self.pools == 1 else scores.log_softmax(-1)).flatten(-2)
+        return normalized_norms(queries)
 
 
 class MohLogitRouter(MohRouter):

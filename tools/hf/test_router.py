@@ -106,47 +106,6 @@ class Router(unittest.TestCase):
         self.assertGreater(queries.grad[0, 0, 4].abs().max().item(), 0)
         self.assertEqual(queries.grad[0, 0, :2].abs().max().item(), 0)
 
-    def test_as_many_heads_of_every_group_are_selected(self):
-        within = config(moh_router="within-group", moh_shared_heads=0, moh_routed_top_k=4)
-        queries = torch.zeros(1, 1, 8, 4)
-        queries[..., 0] = torch.tensor([9.0, 8.0, 7.0, 6.0, 1.0, 4.0, 2.0, 3.0])
-        weights, scores, selected = llama.MohRouter(within, 0)(queries, None)
-        self.assertEqual(weights[0, 0].tolist(), [1, 1, 0, 0, 0, 1, 0, 1])
-        self.assertEqual(selected[0, 0].tolist(), [weight == 1 for weight in weights[0, 0].tolist()])
-        gates = scores.softmax(-1)[0, 0]
-        # Each group has half of the gates, those of its norms over their deviation.
-        expected = (torch.tensor([1.0, 4.0, 2.0, 3.0]) / 1.2909944487358056).softmax(-1) / 2
-        self.assertTrue(torch.allclose(gates[4:], expected))
-        self.assertAlmostEqual(gates.sum().item(), 1, places=6)
-
-    def test_selected_heads_of_every_group_fill_a_kernel_with_fewer_heads(self):
-        torch.manual_seed(0)
-        ids = [[1, 4]] * 2
-        within = config(moh_router="within-group", moh_shared_head_ids=ids, moh_routed_top_k=4)
-        queries = torch.randn(2, 33, 8, 16)
-        keys, values = torch.randn(2, 2, 2, 33, 16)
-        weights, _, _ = llama.MohRouter(within, 0)(queries, None)
-        # The 6 active heads of each token, 3 of each key/value head.
-        heads = weights.sort(dim=-1, descending=True, stable=True).indices[..., :6].sort(-1).values
-
-        def attend(queries):
-            attention = torch.nn.functional.scaled_dot_product_attention
-            return attention(queries.transpose(1, 2), keys, values, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-        of_all = attend(queries)
-        at = heads[..., None].expand(-1, -1, -1, 16)
-        self.assertTrue(torch.allclose(attend(queries.gather(2, at)), of_all.gather(2, at), atol=1e-6))
-        self.assertEqual((heads < 4).sum(-1).unique().tolist(), [3])
-
-    def test_one_routed_head_of_a_group_is_always_selected(self):
-        ids = [[0, 1, 2, 4, 5, 7]] * 2
-        within = config(moh_router="within-group", moh_shared_head_ids=ids, moh_routed_top_k=2)
-        queries = torch.randn(2, 5, 8, 4, requires_grad=True)
-        weights, scores, selected = llama.MohRouter(within, 0)(queries, None)
-        self.assertTrue(selected.all() and (scores.softmax(-1) == 0.5).all())
-        (weights * torch.arange(8.0)).sum().backward()
-        self.assertEqual(queries.grad.abs().max().item(), 0)
-
     def test_equal_logits_weigh_every_active_head_by_one(self):
         ids = [[1, 6], [0, 1]]
         learned = config(moh_router="two-stage", moh_shared_head_ids=ids, moh_routed_top_k=3)
@@ -231,11 +190,6 @@ class Configuration(unittest.TestCase):
             ({"num_key_value_heads": 3}, "num_attention_heads = 8: must be a multiple of"),
             ({"moh_router": "group", "moh_shared_heads": 2}, "moh_shared_heads of layer 0 are no whole groups"),
             ({"moh_router": "group"}, "moh_routed_top_k of layer 0 = 2: must be a multiple of 4"),
-            ({"moh_router": "within-group"}, "moh_shared_heads of layer 0 are not equally many in every group"),
-            (
-                {"moh_router": "within-group", "moh_shared_heads": 0, "moh_routed_top_k": 3},
-                "moh_routed_top_k of layer 0 = 3: must be a multiple of 2, the key/value heads",
-            ),
             ({"moh_router": "static"}, "moh_routed_top_k of layer 0 = 2: must be 0"),
             ({"moh_router": "two-stage", "moh_routed_top_k": 0}, 'moh_routed_top_k of layer 0 = 0: the router "two-'),
             ({"moh_router": "one-stage", "moh_routed_top_k": 0}, 'moh_routed_top_k of layer 0 = 0: the router "one-'),

@@ -65,8 +65,6 @@ VARIANTS = [
     Variant("two-stage-teacher", "two-stage router, first heads, teacher", "two-stage", teacher=True),
     Variant("two-stage-measured", "two-stage router, chosen, refitted", "two-stage", **BOTH),
     Variant("two-stage-measured-teacher", "two-stage router, chosen, refitted, teacher", "two-stage", **BOTH, teacher=True),
-    Variant("within-group", "as many heads of each group, chosen, refitted", "within-group", **BOTH, steps=(300,), shares=(0.5,)),
-    Variant("within-group-teacher", "as many heads of each group, chosen, refitted, teacher", "within-group", **BOTH, teacher=True, shares=(0.5,)),
     Variant("static", "fixed heads, chosen, refitted", "static", **BOTH, fixed=True),
     Variant("static-teacher", "fixed heads, chosen, refitted, teacher", "static", **BOTH, teacher=True, fixed=True),
     Variant("group-paper", "whole groups routed, first groups", "group"),

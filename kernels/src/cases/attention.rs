@@ -164,15 +164,12 @@ fn router(shape: QkvShape, active: usize) -> QueryNormRouter {
     QueryNormRouter { shared, top_k, selects: Selects::Heads }
 }
 
-/// Each router, with the name of its operators: a quarter of the heads shared and 75% active, or
-/// within groups no head shared and half of them active.
-fn routers(shape: QkvShape) -> [(&'static str, QueryNormRouter); 3] {
+/// Each router, with the name of its operators: a quarter of the heads shared and 75% active.
+fn routers(shape: QkvShape) -> [(&'static str, QueryNormRouter); 2] {
     let any = router(shape, 75);
-    let (shared, top_k) = (SharedHeads::first(0), shape.heads / 2);
     [
         ("query_norm_rope", any),
         ("group_norm_rope", QueryNormRouter { selects: Selects::Groups, ..any }),
-        ("within_groups_rope", QueryNormRouter { shared, top_k, selects: Selects::WithinGroups }),
     ]
 }
 

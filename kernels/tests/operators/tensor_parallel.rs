@@ -121,8 +121,6 @@ fn ranks_select_the_same_heads_as_one_and_their_gradients_have_the_same_bits() {
         (Selects::Heads, &[0, 3, 4, 5], 8),
         (Selects::Groups, &[3, 4, 5], 6),
         (Selects::Groups, &[], 3),
-        (Selects::WithinGroups, &[0, 4, 8, 9], 4),
-        (Selects::WithinGroups, &[], 8),
     ] {
         let router = QueryNormRouter { selects, ..shared(set.iter().copied(), top_k) };
         for ranks in [2, 4] {

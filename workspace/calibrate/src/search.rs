@@ -147,8 +147,7 @@ impl LayerSample {
         most: usize,
     ) -> Result<Vec<Vec<usize>>> {
         let (units, unit) = (self.ranking.units(), self.ranking.unit());
-        let mut sets = subsets(units, shared / unit);
-        sets.retain(|set| self.is_even(set));
+        let sets = subsets(units, shared / unit);
         if sets.len() <= most {
             return Ok(sets);
         }
@@ -167,7 +166,7 @@ impl LayerSample {
     fn exchanged(&self, grams: &HeadGrams, shared: usize, top_k: usize) -> Result<Vec<usize>> {
         let (units, count) = (self.ranking.units(), shared / self.ranking.unit());
         let loss = |set: Vec<usize>| self.loss(grams, &set, top_k);
-        let mut set = self.first_of_parts(count);
+        let mut set = Vec::new();
         while set.len() < count {
             set = least(others(&set, units).map(|unit| loss(with(&set, unit))))?.1;
         }
@@ -175,7 +174,7 @@ impl LayerSample {
         loop {
             let before = now.0;
             for place in 0..count {
-                let near = exchanges_at(&now.1, place, units).filter(|set| self.is_even(set));
+                let near = exchanges_at(&now.1, place, units);
                 let next = least(near.map(loss))?;
                 if next.0 < now.0 {
                     now = next;
@@ -202,7 +201,7 @@ impl LayerSample {
             // Of each shared head the best exchange: a fit may miss that head the least.
             let of_place = |place| {
                 let near = exchanges_at(&set, place, self.ranking.units());
-                least(near.filter(|set| self.is_even(set)).map(|set| self.loss(grams, &set, top_k)))
+                least(near.map(|set| self.loss(grams, &set, top_k)))
             };
             let mut near = (0..set.len()).map(of_place).collect::<Result<Vec<_>>>()?;
             near.retain(|(_, near)| near.len() == set.len());
@@ -215,26 +214,6 @@ impl LayerSample {
             best = next;
         }
         Ok(best)
-    }
-
-    /// Whether every part of the heads shares as many.
-    fn is_even(&self, set: &[usize]) -> bool {
-        let parts = self.ranking.parts();
-        let size = self.ranking.units() / parts;
-        let shared = |part| set.iter().filter(|&&unit| unit / size == part).count();
-        (0..parts).all(|part| shared(part) * parts == set.len())
-    }
-
-    /// The first heads of each part, where the heads have several; else none yet.
-    fn first_of_parts(&self, count: usize) -> Vec<usize> {
-        let parts = self.ranking.parts();
-        let size = self.ranking.units() / parts;
-        match parts {
-            1 => Vec::new(),
-            _ => (0..parts)
-                .flat_map(|part| (0..count / parts).map(move |i| part * size + i))
-                .collect(),
-        }
     }
 
     fn layer_heads(&self, set: &[usize], top_k: usize) -> Result<LayerHeads> {
@@ -409,7 +388,6 @@ mod tests {
                 (RouterKind::Static, 3, 0),
                 (RouterKind::Group, 4, 2),
                 (RouterKind::Group, 2, 2),
-                (RouterKind::WithinGroup, 4, 4),
             ] {
                 let sample = sample(seed, router, false);
                 let mut sums = sums(&sample);
@@ -422,11 +400,7 @@ mod tests {
                 let of_group = |head: usize| found.heads.shared.contains(head);
                 for group in 0..4 {
                     let (first, second) = (of_group(2 * group), of_group(2 * group + 1));
-                    match router {
-                        RouterKind::Group => assert_eq!(first, second),
-                        RouterKind::WithinGroup => assert!(first != second),
-                        _ => {}
-                    }
+                    assert!(router != RouterKind::Group || first == second);
                 }
                 let (least, error) = (all.error, found.error);
                 assert!(

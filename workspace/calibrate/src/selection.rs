@@ -32,22 +32,12 @@ impl Ranking {
         self.heads / self.unit()
     }
 
-    /// Parts of the heads, one after another, of which each shares and selects as many.
-    pub fn parts(&self) -> usize {
-        if self.router == RouterKind::WithinGroup { self.heads / self.group } else { 1 }
-    }
-
-    /// The numbers of active and of shared heads are multiples of it.
-    pub fn multiple(&self) -> usize {
-        self.unit() * self.parts()
-    }
-
     /// The numbers of shared heads to compare, less than `active`: all that the router can share if there are at most
     /// [`FEW`], else about four, evenly spaced.
     pub fn shared_numbers(&self, active: usize) -> impl Iterator<Item = usize> + use<> {
-        let (multiple, number) = (self.multiple(), active / self.multiple());
+        let (unit, number) = (self.unit(), active / self.unit());
         let step = if number <= FEW { 1 } else { number.div_ceil(4) };
-        (0..number).step_by(step).map(move |number| number * multiple)
+        (0..number).step_by(step).map(move |number| number * unit)
     }
 
     /// The numbers of shared heads that are compared, `given` among them, beside which tokens select at least
@@ -68,7 +58,7 @@ impl Ranking {
 
     /// Whether a layer can share this many heads beside this many selected ones.
     pub fn fits(&self, shared: usize, top_k: usize) -> bool {
-        let divides = |count: usize| count.is_multiple_of(self.multiple());
+        let divides = |count: usize| count.is_multiple_of(self.unit());
         let needs_two = self.router == RouterKind::QueryNorm;
         divides(shared) && divides(top_k) && !(needs_two && self.heads - shared == 1)
     }
@@ -118,13 +108,9 @@ impl Scores {
     /// Selects the heads of tokens where these are shared.
     pub fn selector(&self, heads: LayerHeads) -> Selector {
         let Ranking { heads: all, .. } = self.ranking;
-        let (unit, parts) = (self.ranking.unit(), self.ranking.parts());
-        Selector {
-            shared: (0..all).map(|head| heads.shared.contains(head)).collect(),
-            unit,
-            part_units: self.ranking.units() / parts,
-            selected_of_part: heads.top_k / parts / unit,
-        }
+        let unit = self.ranking.unit();
+        let shared = (0..all).map(|head| heads.shared.contains(head)).collect();
+        Selector { shared, unit, selected: heads.top_k / unit }
     }
 }
 
@@ -132,9 +118,8 @@ impl Scores {
 pub(crate) struct Selector {
     shared: Vec<bool>,
     unit: usize,
-    part_units: usize,
-    /// Units that a token selects of each part.
-    selected_of_part: usize,
+    /// Units that a token selects.
+    selected: usize,
 }
 
 impl Selector {
@@ -142,15 +127,9 @@ impl Selector {
     /// computes it.
     pub fn select(&self, order: &[u16], active: &mut [bool]) {
         active.copy_from_slice(&self.shared);
-        for part in 0..order.len() / self.part_units {
-            let of_part = order
-                .iter()
-                .map(|&unit| usize::from(unit))
-                .filter(|unit| unit / self.part_units == part);
-            let routed = of_part.filter(|unit| !self.shared[unit * self.unit]);
-            for unit in routed.take(self.selected_of_part) {
-                active[unit * self.unit..][..self.unit].fill(true);
-            }
+        let heads = order.iter().map(|&unit| usize::from(unit) * self.unit);
+        for head in heads.filter(|&head| !self.shared[head]).take(self.selected) {
+            active[head..head + self.unit].fill(true);
         }
     }
 }
@@ -176,7 +155,6 @@ mod tests {
         assert_eq!(numbers(RouterKind::QueryNorm, 5), [0, 1, 2, 3, 4]);
         assert_eq!(numbers(RouterKind::Group, 24), [0, 4, 8, 12, 16, 20]);
         assert_eq!(numbers(RouterKind::Group, 20), [0, 4, 8, 12, 16]);
-        assert_eq!(numbers(RouterKind::WithinGroup, 24), [0, 8, 16]);
     }
 
     #[test]
@@ -194,8 +172,6 @@ mod tests {
             (RouterKind::QueryNorm, vec![], 5),
             (RouterKind::Group, vec![2, 3], 4),
             (RouterKind::Group, vec![6, 7, 0, 1], 2),
-            (RouterKind::WithinGroup, vec![0, 3, 4, 7], 0),
-            (RouterKind::WithinGroup, vec![], 4),
             (RouterKind::Static, vec![7, 4], 0),
         ] {
             let moh = MohConfig {

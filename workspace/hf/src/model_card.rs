@@ -199,10 +199,6 @@ fn selection(router: RouterKind) -> &'static str {
         RouterKind::Group => {
             "each token selects whole groups of the others, which read one key/value head, by the norms of its queries"
         }
-        RouterKind::WithinGroup => {
-            "each token selects a few of the others by the norms of its queries, as many of each group that reads one \
-             key/value head"
-        }
         RouterKind::Static => "the others are never computed",
         RouterKind::Linear => "each token selects a few of the others by a learned router",
         RouterKind::OneStage | RouterKind::TwoStage => {

@@ -254,7 +254,6 @@ impl Share {
             false => active / 2,
         };
         match self.router {
-            RouterKind::WithinGroup => 0,
             RouterKind::Static => active,
             _ => half * self.unit,
         }

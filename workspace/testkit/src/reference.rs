@@ -256,40 +256,30 @@ fn routed(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Route
     }
     let squares = input.queries.sqr()?.sum(2)?;
     // Gates [N, R] and the selection of each token, of the routed heads in ascending order.
-    let pool = match router {
-        RouterKind::WithinGroup => size,
-        _ => count,
+    let routed: Vec<usize> = (0..count).filter(is_routed).collect();
+    let indices: Vec<u32> = routed.iter().map(|&head| head as u32).collect();
+    let of = |table: &Tensor| {
+        table.index_select(&Tensor::from_slice(&indices, indices.len(), &Device::Cpu)?, 1)
     };
-    let pools = count / pool;
-    let (mut gates, mut chosen) = (Vec::new(), vec![Vec::new(); tokens]);
-    for first in (0..count).step_by(pool) {
-        let routed: Vec<usize> = (first..first + pool).filter(is_routed).collect();
-        let indices: Vec<u32> = routed.iter().map(|&head| head as u32).collect();
-        let of = |table: &Tensor| {
-            table.index_select(&Tensor::from_slice(&indices, indices.len(), &Device::Cpu)?, 1)
-        };
-        let (scores, ranked) = match router {
-            RouterKind::Group => {
-                let groups = squares.reshape((tokens, count / size, size))?.sum_keepdim(2)?;
-                let sums = groups.broadcast_as((tokens, count / size, size))?.contiguous()?;
-                let sums = sums.reshape((tokens, count))?;
-                (of(&(&sums / size as f64)?.sqrt()?)?, of(&sums)?)
-            }
-            _ => {
-                let norms = of(&squares.sqrt()?)?;
-                let deviation = norms.broadcast_sub(&norms.mean_keepdim(1)?)?;
-                let squared = deviation.sqr()?.sum_keepdim(1)?;
-                let std = (squared / (routed.len() as f64 - 1.0))?.sqrt()?;
-                (norms.broadcast_div(&std)?, norms)
-            }
-        };
-        gates.push((softmax(&scores, 1)? / pools as f64)?);
-        for (chosen, row) in chosen.iter_mut().zip(ranked.to_vec2::<f64>()?) {
-            chosen.extend(select(&row, heads.top_k / pools));
+    let (scores, ranked) = match router {
+        RouterKind::Group => {
+            let groups = squares.reshape((tokens, count / size, size))?.sum_keepdim(2)?;
+            let sums = groups.broadcast_as((tokens, count / size, size))?.contiguous()?;
+            let sums = sums.reshape((tokens, count))?;
+            (of(&(&sums / size as f64)?.sqrt()?)?, of(&sums)?)
         }
-    }
-    let gates = Tensor::cat(&gates, 1)?;
-    let (mask, routed) = (chosen.concat(), gates.dim(1)?);
+        _ => {
+            let norms = of(&squares.sqrt()?)?;
+            let deviation = norms.broadcast_sub(&norms.mean_keepdim(1)?)?;
+            let squared = deviation.sqr()?.sum_keepdim(1)?;
+            let std = (squared / (routed.len() as f64 - 1.0))?.sqrt()?;
+            (norms.broadcast_div(&std)?, norms)
+        }
+    };
+    let gates = softmax(&scores, 1)?;
+    let ranked = ranked.to_vec2::<f64>()?;
+    let mask: Vec<u8> = ranked.iter().flat_map(|row| select(row, heads.top_k)).collect();
+    let routed = routed.len();
     let (mut balance, _, mut weights) = selected_gates(&mask, &gates)?;
     if router == RouterKind::Static {
         // One routed head has no gate that is a number.

@@ -165,7 +165,7 @@ fn gates_over(
     group: usize,
     deviations: fn(Tensor) -> Tensor,
 ) -> Result<Tensor> {
-    let (tokens, heads, head_dim) = queries.dims3()?;
+    let (tokens, heads, _) = queries.dims3()?;
     let groups = heads / group;
     let squares = queries.sqr()?.sum(2)?;
     let is_routed = |head: &usize| !router.shared.contains(*head);
@@ -181,17 +181,6 @@ fn gates_over(
             let gates = placed(&softmax(&chosen(&norms, &routed)?)?, &routed, groups)?;
             let gates = gates.unsqueeze(2)?.broadcast_as((tokens, groups, group))?;
             gates.contiguous()?.reshape((tokens, heads))? / group as f64
-        }
-        Selects::WithinGroups => {
-            let gates = (0..groups).map(|of| {
-                let first = of * group;
-                let routed = (0..group).filter(|head| is_routed(&(first + head)));
-                let queries =
-                    queries.narrow(1, first, group)?.reshape((tokens, group, head_dim))?;
-                let norms = queries.sqr()?.sum(2)?.sqrt()?;
-                normalised_gates(&norms, &routed.collect::<Vec<_>>(), deviations)
-            });
-            Tensor::cat(&gates.collect::<Result<Vec<_>>>()?, 1)? / groups as f64
         }
     }
 }
@@ -239,39 +228,27 @@ pub fn softmax(scores: &Tensor) -> Result<Tensor> {
 /// squares, among equals the lower ones; `[N, H]`.
 pub fn selection(queries: &Tensor, router: QueryNormRouter, group: usize) -> Result<Tensor> {
     let QueryNormRouter { shared, top_k, selects } = router;
-    let heads = queries.dim(1)?;
-    let pools = match selects {
-        Selects::Heads => [heads, top_k, 1],
-        Selects::Groups => [heads, top_k / group, group],
-        Selects::WithinGroups => [group, top_k / (heads / group), 1],
+    let (top_k, size) = match selects {
+        Selects::Heads => (top_k, 1),
+        Selects::Groups => (top_k / group, group),
     };
-    largest(&queries.sqr()?.sum(2)?, heads, shared, pools)
+    largest(&queries.sqr()?.sum(2)?, shared, top_k, size)
 }
 
-/// 1 for shared heads, and in each pool of `pool` heads for the `top_k` parts of `size` heads with the largest sums of
-/// scores.
-fn largest(
-    scores: &Tensor,
-    heads: usize,
-    shared: SharedHeads,
-    [pool, top_k, size]: [usize; 3],
-) -> Result<Tensor> {
-    let scores = scores.to_vec2::<f64>()?;
-    let mut mask = Vec::with_capacity(scores.len() * heads);
-    for scores in &scores {
+/// 1 for shared heads, and for the `top_k` parts of `size` heads with the largest sums of scores; `[N, H]`.
+fn largest(scores: &Tensor, shared: SharedHeads, top_k: usize, size: usize) -> Result<Tensor> {
+    let (tokens, heads) = scores.dims2()?;
+    let mut mask = Vec::with_capacity(tokens * heads);
+    for scores in &scores.to_vec2::<f64>()? {
         let sum = |first: usize| scores[first..first + size].iter().sum::<f64>();
-        let mut chosen = Vec::new();
-        for pool in (0..heads).step_by(pool).map(|first| first..first + pool) {
-            let mut ranked: Vec<usize> =
-                pool.step_by(size).filter(|&head| !shared.contains(head)).collect();
-            ranked.sort_by(|&a, &b| sum(b).total_cmp(&sum(a)).then(a.cmp(&b)));
-            chosen.extend(ranked[..top_k].iter().flat_map(|&first| first..first + size));
-        }
-        mask.extend(
-            (0..heads).map(|h| f64::from(u8::from(shared.contains(h) || chosen.contains(&h)))),
-        );
+        let mut ranked: Vec<usize> =
+            (0..heads).step_by(size).filter(|&head| !shared.contains(head)).collect();
+        ranked.sort_by(|&a, &b| sum(b).total_cmp(&sum(a)).then(a.cmp(&b)));
+        let chosen = &ranked[..top_k];
+        let is_active = |head| shared.contains(head) || chosen.contains(&(head - head % size));
+        mask.extend((0..heads).map(|head| f64::from(u8::from(is_active(head)))));
     }
-    Tensor::from_vec(mask, (scores.len(), heads), &Device::Cpu)
+    Tensor::from_vec(mask, (tokens, heads), &Device::Cpu)
 }
 
 /// Gates `[N, H]` of the logits `[N, L]` of H heads, 0 for shared heads.
@@ -283,7 +260,7 @@ pub fn logit_gates(logits: &Tensor, router: LogitRouter, heads: usize) -> Result
 /// 1 for shared heads and for the routed heads of the largest logits, among equals the lower ones;
 /// `[N, H]`.
 pub fn logit_selection(logits: &Tensor, router: LogitRouter, heads: usize) -> Result<Tensor> {
-    largest(logits, heads, router.shared, [heads, router.top_k, 1])
+    largest(&logits.narrow(1, 0, heads)?, router.shared, router.top_k, 1)
 }
 
 /// The weights `[N, H]` of one-stage or two-stage routing of the logits `[N, L]` and the selection

@@ -1,8 +1,8 @@
-//! The routers that select whole key/value groups, or the same number of heads of each.
+//! The router that selects whole key/value groups.
 
 use super::{
-    Inputs, Prepared, agrees, agrees_with_differences, apart_is_together, equal_norms_pass_nothing,
-    is_refused, route, routing, same_bits,
+    Inputs, Prepared, agrees, agrees_with_differences, apart_is_together, is_refused, route,
+    routing,
 };
 use crate::reference::{all_heads, cases, first_shared, shared};
 use half::bf16;
@@ -20,18 +20,6 @@ fn whole_groups(
     let heads = shared_groups.into_iter().flat_map(|group| group * size..(group + 1) * size);
     let router = shared(heads.collect::<Vec<_>>(), selected_groups * size);
     QueryNormRouter { selects: Selects::Groups, ..router }
-}
-
-/// The router that selects `each` heads of every group, in which `shared_of` are shared.
-fn within_groups(
-    shape: &QkvShape,
-    shared_of: impl Fn(usize) -> Vec<usize>,
-    each: usize,
-) -> QueryNormRouter {
-    let size = shape.heads / shape.kv_heads;
-    let of_group = |group| shared_of(group).into_iter().map(move |head| group * size + head);
-    let heads: Vec<usize> = (0..shape.kv_heads).flat_map(of_group).collect();
-    QueryNormRouter { selects: Selects::WithinGroups, ..shared(heads, each * shape.kv_heads) }
 }
 
 /// Over one pass and two, in both types.
@@ -58,93 +46,28 @@ fn whole_groups_agree_over_more_than_one_task() {
 }
 
 #[test]
-fn heads_within_groups_agree_over_more_than_one_task() {
-    let shape = QkvShape { batch: 2, length: 75, heads: 16, kv_heads: 4, head_dim: 16 };
-    let none = |_| Vec::new();
-    let other = |group: usize| vec![group % 4];
-    for router in [
-        within_groups(&shape, none, 2),
-        within_groups(&shape, |_| vec![0], 1),
-        within_groups(&shape, other, 2),
-        within_groups(&shape, |group| vec![0, 1 + group % 2], 0),
-        within_groups(&shape, other, 3),
-    ] {
-        on_each_device!(device => agree(device, shape, router));
-    }
-    let many = QkvShape { batch: 3, length: 5, heads: 102, kv_heads: 34, head_dim: 8 };
-    on_each_device!(device => agree(device, many, within_groups(&many, none, 2)));
-    let one = QkvShape { batch: 1, length: 5, heads: 40, kv_heads: 1, head_dim: 8 };
-    on_each_device!(device => agree(device, one, within_groups(&one, |_| vec![0, 39], 17)));
-}
-
-#[test]
 fn gradients_agree_with_central_differences() {
     let shape = QkvShape { batch: 1, length: 3, heads: 6, kv_heads: 3, head_dim: 4 };
     agrees_with_differences(shape, whole_groups(&shape, [1], 1));
-    let shape = QkvShape { batch: 1, length: 3, heads: 8, kv_heads: 2, head_dim: 4 };
-    agrees_with_differences(shape, within_groups(&shape, |group| vec![group], 2));
 }
 
-/// The selection of heads within one group of all heads is the query-norm router's.
+/// Equal queries select the lower groups, whose gates are uniform; groups are scored without a deviation, so their gates have
+/// a gradient.
 #[test]
-fn one_group_is_routed_like_any_heads() {
-    let shape = QkvShape { batch: 1, length: 9, heads: 6, kv_heads: 1, head_dim: 8 };
-    let (inputs, within) = (Inputs::<f32>::new(shape, 3), within_groups(&shape, |_| vec![0, 4], 2));
-    let any = QueryNormRouter { selects: Selects::Heads, ..within };
-    let found = route(&Cpu, &inputs, within);
-    let expected = route(&Cpu, &inputs, any);
-    assert_eq!(found.mask, expected.mask);
-    assert!(same_bits(&found.gates, &expected.gates));
-    assert!(same_bits(&found.d_qkv, &expected.d_qkv));
-}
-
-/// Equal queries select the lower groups, or the lower heads of each group, whose gates are uniform.
-#[test]
-fn equal_queries_select_the_lower_groups_and_heads() {
+fn equal_queries_select_the_lower_groups() {
     let shape = QkvShape { batch: 1, length: 5, heads: 12, kv_heads: 4, head_dim: 8 };
     let mut inputs = Inputs::<f32>::unrotated(shape, 7);
     inputs.qkv.fill(0.5);
-    let within = within_groups(&shape, |_| Vec::new(), 1);
-    let whole = whole_groups(&shape, [], 1);
+    let router = whole_groups(&shape, [], 1);
     let lowest = [[1u8; 3], [0; 3], [0; 3], [0; 3]].concat();
     on_each_device!(device => {
-        for (router, expected) in [(within, [1, 0, 0].repeat(4)), (whole, lowest.clone())] {
-            let found = route(device, &inputs, router);
-            for (mask, gates) in found.mask.chunks(12).zip(found.gates.chunks(12)) {
-                assert_eq!(mask, expected);
-                assert!(gates.iter().all(|gate| (gate - 1.0 / 12.0).abs() < 1e-7));
-            }
-            // Groups are scored without a deviation, so that their gates have a gradient.
-            let passes_nothing = found.d_qkv == inputs.d_qkv;
-            assert_eq!(passes_nothing, router.selects == Selects::WithinGroups);
+        let found = route(device, &inputs, router);
+        for (mask, gates) in found.mask.chunks(12).zip(found.gates.chunks(12)) {
+            assert_eq!(mask, lowest);
+            assert!(gates.iter().all(|gate| (gate - 1.0 / 12.0).abs() < 1e-7));
         }
-        equal_norms_pass_nothing(device, shape, within_groups(&shape, |_| Vec::new(), 0), 5);
+        assert!(found.d_qkv != inputs.d_qkv);
     });
-}
-
-/// One routed head of a group is selected by every token or by none, and passes no gradient.
-#[test]
-fn one_routed_head_of_a_group_has_a_constant_gate() {
-    let shape = QkvShape { batch: 1, length: 5, heads: 6, kv_heads: 3, head_dim: 8 };
-    for each in [0, 1] {
-        let router = within_groups(&shape, |group| vec![group % 2], each);
-        let inputs = Inputs::<f32>::unrotated(shape, 4);
-        on_each_device!(device => {
-            let found = route(device, &inputs, router);
-            // Heads 0, 3 and 4 are shared; columns begin with head 1.
-            let routed = [1, 2, 5].map(|head| head - 1);
-            for (mask, gates) in found.mask.chunks(5).zip(found.gates.chunks(5)) {
-                for column in 0..5 {
-                    let (mark, gate) = (mask[column], f64::from(gates[column]));
-                    match routed.contains(&column) {
-                        true => assert!(mark == each as u8 && (gate - 1.0 / 3.0).abs() < 1e-7),
-                        false => assert_eq!((mark, gate), (1, 0.0)),
-                    }
-                }
-            }
-            assert!(found.d_qkv == inputs.d_qkv, "a gradient of the router");
-        });
-    }
 }
 
 /// A token's only routed group is always selected if k covers it, with equal gates.
@@ -166,16 +89,11 @@ fn one_routed_group_is_selected_by_every_token() {
 fn groups_that_cannot_be_routed_are_refused() {
     let shape = QkvShape { batch: 1, length: 1, heads: 6, kv_heads: 3, head_dim: 2 };
     let groups = |router| QueryNormRouter { selects: Selects::Groups, ..router };
-    let within = |router| QueryNormRouter { selects: Selects::WithinGroups, ..router };
     for (router, expected) in [
         (groups(first_shared(1, 2)), "the shared heads are no groups of 2"),
         (groups(shared([0, 2], 2)), "the shared heads are no groups of 2"),
         (groups(first_shared(2, 1)), "top 1 is no multiple of the 2 heads of a group"),
         (groups(first_shared(2, 6)), "top 6 of 4 routed heads"),
-        (within(first_shared(2, 3)), "groups of 2 heads have different numbers of shared ones"),
-        (within(shared([0, 2, 3], 3)), "groups of 2 heads have different numbers"),
-        (within(shared([0, 3, 4], 2)), "top 2 is no multiple of the 3 groups"),
-        (within(shared([0, 3, 4], 6)), "top 6 of 3 routed heads"),
     ] {
         is_refused(shape, router, expected);
     }
@@ -199,35 +117,24 @@ fn a_routing_of_other_groups_or_shared_heads_is_refused() {
     assert!(message.contains("made with other shared heads"), "{message}");
 }
 
-/// Random shapes with a router of whole groups, or of heads within them.
+/// Random shapes with a router of whole groups.
 pub(super) fn group_routers() -> impl Strategy<Value = (QkvShape, QueryNormRouter)> {
     let sizes = (1usize..3, 1usize..40, 1usize..=4, 1usize..=5, 1usize..=32);
-    (sizes, any::<[u8; 8]>(), any::<bool>()).prop_map(
-        |((batch, length, kv_heads, size, half), choice, whole)| {
-            let heads = kv_heads * size;
-            let shape = QkvShape { batch, length, heads, kv_heads, head_dim: 2 * half };
-            if whole {
-                let groups: Vec<usize> =
-                    (0..kv_heads).filter(|&group| choice[group] % 3 == 0).collect();
-                let routed = kv_heads - groups.len();
-                let top_k = usize::from(choice[7]) % (routed + 1);
-                return (shape, whole_groups(&shape, groups, top_k));
-            }
-            let each = usize::from(choice[6]) % (size + 1);
-            let of = |group: usize| -> Vec<usize> {
-                (0..each).map(|i| (i + usize::from(choice[group])) % size).collect()
-            };
-            let top_k = usize::from(choice[7]) % (size - each + 1);
-            (shape, within_groups(&shape, of, top_k))
-        },
-    )
+    (sizes, any::<[u8; 5]>()).prop_map(|((batch, length, kv_heads, size, half), choice)| {
+        let heads = kv_heads * size;
+        let shape = QkvShape { batch, length, heads, kv_heads, head_dim: 2 * half };
+        let groups: Vec<usize> = (0..kv_heads).filter(|&group| choice[group] % 3 == 0).collect();
+        let routed = kv_heads - groups.len();
+        let top_k = usize::from(choice[4]) % (routed + 1);
+        (shape, whole_groups(&shape, groups, top_k))
+    })
 }
 
 proptest! {
     #![proptest_config(cases(48))]
 
     #[test]
-    fn every_token_selects_whole_groups_or_as_many_heads_of_each(
+    fn every_token_selects_whole_groups(
         (shape, router) in group_routers(),
         seed: u64,
     ) {
@@ -243,12 +150,7 @@ proptest! {
                 let counts: Vec<usize> = (0..shape.kv_heads).map(of_group).collect();
                 let active = router.shared.len() + router.top_k;
                 prop_assert_eq!(counts.iter().sum::<usize>(), active);
-                match router.selects {
-                    Selects::WithinGroups => {
-                        prop_assert!(counts.iter().all(|&count| count * shape.kv_heads == active));
-                    }
-                    _ => prop_assert!(counts.iter().all(|&count| count == 0 || count == size)),
-                }
+                prop_assert!(counts.iter().all(|&count| count == 0 || count == size));
             }
         });
     }

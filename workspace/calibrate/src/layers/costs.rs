@@ -38,7 +38,7 @@ impl Division {
         total: usize,
         passes: &CalibrationPasses,
     ) -> Self {
-        let unit = Ranking::new(router, config).multiple();
+        let unit = Ranking::new(router, config).unit();
         let (units, layers) = (config.num_attention_heads / unit, config.num_hidden_layers.max(1));
         let even = (total / unit / layers).max(1);
         let numbers: Vec<usize> = measured(units, even).into_iter().map(|n| n * unit).collect();
@@ -229,7 +229,7 @@ impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> 
 
     /// Heads in whose multiples the router makes them active.
     fn unit(&self) -> usize {
-        Ranking::new(self.options.moh.router, self.config).multiple()
+        Ranking::new(self.options.moh.router, self.config).unit()
     }
 }
 

@@ -175,13 +175,11 @@ fn layers_have_a_total_of_active_heads() {
         (config("llama"), RouterKind::QueryNorm, 13, 1),
         (config("llama"), RouterKind::Static, 12, 1),
         (config("llama"), RouterKind::Group, 12, 2),
-        (config("llama"), RouterKind::WithinGroup, 16, 4),
         (config("llama"), RouterKind::Linear, 12, 1),
         (config("llama"), RouterKind::QueryNorm, 3, 1),
         (config("llama"), RouterKind::QueryNorm, 23, 1),
         (with_more_heads(), RouterKind::QueryNorm, 26, 1),
         (with_more_heads(), RouterKind::Group, 28, 4),
-        (with_more_heads(), RouterKind::WithinGroup, 32, 4),
     ] {
         let moh = if router == RouterKind::Static { moh(4, 0) } else { moh(0, 4) };
         let options = refit(MohConfig { router, ..moh }, Shared::CalibratedTotal(total));
@@ -232,7 +230,6 @@ fn a_total_that_layers_cannot_have_is_refused() {
         (RouterKind::QueryNorm, 25),
         (RouterKind::Group, 13),
         (RouterKind::Group, 4),
-        (RouterKind::WithinGroup, 8),
     ] {
         let moh = MohConfig { router, ..moh(0, 4) };
         let options = refit(moh, Shared::CalibratedTotal(total));

@@ -80,10 +80,6 @@ fn a_card_has_the_heads_of_each_layer_and_the_terms() {
 fn a_card_says_how_tokens_get_their_heads() {
     for (router, expected) in [
         (RouterKind::Group, "selects whole groups of the others"),
-        (
-            RouterKind::WithinGroup,
-            "as many of each group that reads one key/value head. The weights",
-        ),
         (RouterKind::Static, "the others are never computed. The weights have"),
         (RouterKind::Linear, "by a learned router. But for the router's matrices, the weights"),
         (RouterKind::TwoStage, "a learned router, which also weighs the heads. But for the router"),

@@ -1,6 +1,6 @@
 //! Tests of head counts by what a user asks for.
 
-use super::RouterKind::{Group, QueryNorm, Static, WithinGroup};
+use super::RouterKind::{Group, QueryNorm, Static};
 use super::*;
 
 fn counts(list: &[usize]) -> HeadCounts {
@@ -216,9 +216,6 @@ fn a_share_becomes_counts_that_a_router_can_route() {
         (Group, 32, 8, 0.7, (16, 8)),
         (Group, 8, 4, 0.75, (4, 2)),
         (Group, 8, 4, 0.5, (2, 2)),
-        (WithinGroup, 32, 8, 0.75, (0, 24)),
-        (WithinGroup, 32, 8, 0.4, (0, 16)),
-        (WithinGroup, 8, 4, 0.5, (0, 4)),
         (Static, 32, 8, 0.75, (24, 0)),
         (Static, 8, 4, 0.55, (4, 0)),
     ] {
@@ -231,8 +228,8 @@ fn a_share_becomes_counts_that_a_router_can_route() {
     let group = HeadRequest { router: Some(Group), ..share(0.8) };
     let rounding = group.rounding(32, 8, None).unwrap();
     assert_eq!(rounding, "--active 0.8 of 32 heads: 24 of 32, 0.75");
-    let all = HeadRequest { router: Some(WithinGroup), ..share(0.75) };
-    let message = all.resolve(8, 4, 1, None).unwrap_err().to_string();
+    let all = HeadRequest { router: Some(Group), ..share(0.75) };
+    let message = all.resolve(8, 2, 1, None).unwrap_err().to_string();
     assert!(message.contains("--active 0.75 of 8 heads is all 8 heads"), "{message}");
 }
 
@@ -264,7 +261,6 @@ fn an_average_share_is_a_number_of_heads_of_all_layers() {
         (QueryNorm, 0.97, 39, (4, 3)),
         (Static, 0.6, 24, (5, 0)),
         (Group, 0.6, 24, (2, 2)),
-        (WithinGroup, 0.75, 32, (0, 4)),
     ] {
         let request = request(router, share);
         assert_eq!(request.total(8, 4, 5, None).unwrap(), Some(total), "{router:?} {share}");
@@ -278,7 +274,6 @@ fn an_average_share_is_a_number_of_heads_of_all_layers() {
         (QueryNorm, 0.1, " is 4 active heads, and each layer needs at least 1: use a larger share"),
         (QueryNorm, 0.03, " is 1 active head, and"),
         (Group, 0.2, " is 8 active heads, and each layer needs at least 2"),
-        (WithinGroup, 0.44, " is 16 active heads, and each layer needs at least 4"),
         (QueryNorm, 1.0, " is all heads, which leaves"),
         (QueryNorm, 0.99, " is all heads"),
         (Static, 1.5, ": must be a share of the heads, 0 to 1"),

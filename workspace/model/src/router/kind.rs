@@ -10,8 +10,6 @@ pub enum RouterKind {
     /// Whole groups of the heads that read one key/value head, by their mean squared norms; no
     /// parameters (`"group"`).
     Group,
-    /// The same number of heads of every group, by their norms; no parameters (`"within-group"`).
-    WithinGroup,
     /// None: every token computes the shared heads alone (`"static"`).
     Static,
     /// Any routed heads, by a matrix; straight-through (`"linear"`).
@@ -38,10 +36,9 @@ impl HeadGroups {
 
 impl RouterKind {
     /// Every router.
-    pub const ALL: [RouterKind; 7] = [
+    pub const ALL: [RouterKind; 6] = [
         RouterKind::QueryNorm,
         RouterKind::Group,
-        RouterKind::WithinGroup,
         RouterKind::Static,
         RouterKind::Linear,
         RouterKind::OneStage,
@@ -53,7 +50,6 @@ impl RouterKind {
         match self {
             RouterKind::QueryNorm => "query-norm",
             RouterKind::Group => "group",
-            RouterKind::WithinGroup => "within-group",
             RouterKind::Static => "static",
             RouterKind::Linear => "linear",
             RouterKind::OneStage => "one-stage",
@@ -102,7 +98,6 @@ impl RouterKind {
     pub(crate) fn unit(self, groups: HeadGroups) -> usize {
         match self {
             RouterKind::Group => groups.size(),
-            RouterKind::WithinGroup => groups.kv_heads.max(1),
             _ => 1,
         }
     }
@@ -131,22 +126,6 @@ impl RouterKind {
             RouterKind::Group if !top_k.is_multiple_of(size) => refuse(format!(
                 "routed_top_k{place} = {top_k}: must be a multiple of {size}, the heads of a group"
             )),
-            RouterKind::WithinGroup => {
-                let kv_heads = groups.kv_heads;
-                if shared_of_groups.any(|count| count * kv_heads != shared.len()) {
-                    return refuse(format!(
-                        "shared_heads{place} are not equally many in every group: the router \
-                         \"within-group\" needs as many of the {size} heads of each key/value head"
-                    ));
-                }
-                if !top_k.is_multiple_of(kv_heads) {
-                    return refuse(format!(
-                        "routed_top_k{place} = {top_k}: must be a multiple of {kv_heads}, the \
-                         key/value heads, each of which has as many"
-                    ));
-                }
-                Ok(())
-            }
             RouterKind::Static if top_k > 0 => refuse(format!(
                 "routed_top_k{place} = {top_k}: must be 0, tokens of the router \"static\" compute \
                  the shared heads alone"
@@ -174,7 +153,7 @@ mod tests {
         assert_eq!(RouterKind::from_name("norm"), None);
         assert_eq!(
             RouterKind::NAMES,
-            ["query-norm", "group", "within-group", "static", "linear", "one-stage", "two-stage"]
+            ["query-norm", "group", "static", "linear", "one-stage", "two-stage"]
         );
     }
 
@@ -186,12 +165,10 @@ mod tests {
             let checked = router.check(LayerHeads { shared, top_k }, groups, " of layer 3");
             checked.map_err(|error| error.to_string())
         };
-        use RouterKind::{Group, Linear, OneStage, QueryNorm, Static, TwoStage, WithinGroup};
+        use RouterKind::{Group, Linear, OneStage, QueryNorm, Static, TwoStage};
         for (router, shared, top_k) in [
             (Group, &[2, 3, 6, 7][..], 2),
             (Group, &[0, 1, 2, 3, 4, 5], 2),
-            (WithinGroup, &[0, 3, 4, 7], 4),
-            (WithinGroup, &[], 4),
             (Static, &[0, 5, 6, 7], 0),
             (Static, &[0, 1, 2, 3, 4, 5, 6], 0),
             (Linear, &[0, 1, 2, 3, 4, 5, 6], 0),
@@ -202,13 +179,6 @@ mod tests {
         for (router, shared, top_k, expected) in [
             (Group, &[0, 1, 2][..], 2, "shared_heads# are no whole groups: the router \"group\""),
             (Group, &[0, 1], 3, "routed_top_k# = 3: must be a multiple of 2, the heads of a group"),
-            (WithinGroup, &[0, 1, 2, 3], 4, "shared_heads# are not equally many in every group"),
-            (
-                WithinGroup,
-                &[0, 2, 4, 6],
-                2,
-                "routed_top_k# = 2: must be a multiple of 4, the key/value",
-            ),
             (TwoStage, &[3], 0, "routed_top_k# = 0: the router \"two-stage\""),
             (OneStage, &[3], 0, "routed_top_k# = 0: the router \"one-stage\""),
             (Static, &[0], 1, "routed_top_k# = 1: must be 0, tokens of"),

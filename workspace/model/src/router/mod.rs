@@ -34,7 +34,6 @@ pub(crate) fn of_layer(config: &ModelConfig, layer: usize) -> Option<RouterSpec>
     Some(match kind {
         RouterKind::QueryNorm => by_norms(Selects::Heads),
         RouterKind::Group => by_norms(Selects::Groups),
-        RouterKind::WithinGroup => by_norms(Selects::WithinGroups),
         RouterKind::Static => RouterSpec::Static(shared),
         RouterKind::Linear => by_logits(HeadWeights::One),
         RouterKind::OneStage => by_logits(HeadWeights::OneStage),

@@ -135,10 +135,9 @@ fn a_pass_with_other_heads_in_each_layer_is_the_cpus() {
 }
 
 /// Each router with heads that it can route: 8 that read 2 key/value heads.
-fn routers() -> [MohConfig; 6] {
+fn routers() -> [MohConfig; 5] {
     [
         moh(RouterKind::Group, &[0], &[4]),
-        moh(RouterKind::WithinGroup, &[0], &[6]),
         moh(RouterKind::Static, &[5], &[0]),
         moh(RouterKind::Linear, &[3], &[2]),
         moh(RouterKind::OneStage, &[3], &[2]),

@@ -17,7 +17,6 @@ fn configs() -> Vec<ModelConfig> {
         None,
         Some(moh(RouterKind::QueryNorm, &[3], &[2])),
         Some(moh(RouterKind::Group, &[0], &[4])),
-        Some(moh(RouterKind::WithinGroup, &[0], &[4])),
         Some(moh(RouterKind::Static, &[5], &[0])),
         Some(moh(RouterKind::Linear, &[3], &[2])),
         Some(moh(RouterKind::OneStage, &[3], &[2])),

@@ -44,7 +44,7 @@ fn shared_heads_are_any_set() {
     is_the_reference(moh);
 }
 
-/// Routers of whole groups, of heads within groups and of shared heads alone; the model has 8 heads in
+/// Routers of whole groups and of shared heads alone; the model has 8 heads in
 /// groups of 4.
 #[test]
 fn other_routers_are_those_of_the_formulas() {
@@ -53,7 +53,6 @@ fn other_routers_are_those_of_the_formulas() {
     let all: &[usize] = &[0, 1, 2, 3, 4, 5, 6, 7];
     for (router, shared_heads, top_k) in [
         (RouterKind::Group, sets([&all[..4], &all[4..], &[], &[]]), [4, 0, 4, 8]),
-        (RouterKind::WithinGroup, sets([&[], &[0, 6], all, &[1, 2, 4, 7]]), [4, 4, 0, 2]),
         (RouterKind::Static, sets([&[0, 1], &[7, 2, 5], &[6], &[0, 1, 2, 3, 4, 5, 6]]), [0; 4]),
     ] {
         let moh = MohConfig { router, shared_heads, routed_top_k: HeadCounts::from_iter(top_k) };

@@ -64,7 +64,6 @@ fn statistics_are_those_of_the_tables() {
         (RouterKind::QueryNorm, [6, 1], [1, 4]),
         (RouterKind::QueryNorm, [8, 3], [0, 2]),
         (RouterKind::Group, [0, 0], [4, 4]),
-        (RouterKind::WithinGroup, [0, 0], [4, 6]),
         (RouterKind::Linear, [3, 3], [2, 2]),
         (RouterKind::OneStage, [3, 0], [2, 4]),
         (RouterKind::TwoStage, [3, 3], [2, 2]),

@@ -60,7 +60,7 @@ fn all_faults_of_a_recipe_come_at_once() {
             "recipes/x.toml: line 27: stage.adapt.attention: must be \"dense\" or \"moh\", not \
              \"sparse\"",
             "recipes/x.toml: line 30: stage.1.name: missing",
-            "recipes/x.toml: line 36: stage.1.moh.router: must be \"query-norm\" or \"group\" or \"within-group\" or \"static\" or \"linear\" or \"one-stage\" or \"two-stage\", not \
+            "recipes/x.toml: line 36: stage.1.moh.router: must be \"query-norm\" or \"group\" or \"static\" or \"linear\" or \"one-stage\" or \"two-stage\", not \
              \"two\"",
             "recipes/x.toml: line 36: stage.1.moh.shared_heads: must be a whole number from 0, or a \
              list of one for each layer, not -1",
@@ -160,7 +160,7 @@ fn wrong_types_name_the_key_and_what_was_expected() {
         (
             "attention = \"moh\"",
             "attention = \"moh\"\nmoh = { router = \"two\" }",
-            "stage.moh.moh.router: must be \"query-norm\" or \"group\" or \"within-group\" or \"static\" or \"linear\" or \"one-stage\" or \"two-stage\", not \
+            "stage.moh.moh.router: must be \"query-norm\" or \"group\" or \"static\" or \"linear\" or \"one-stage\" or \"two-stage\", not \
              \"two\"",
         ),
     ];

@@ -22,15 +22,10 @@ fn config(architecture: Architecture, moh: Option<MohConfig>) -> ModelConfig {
 
 /// Layers that share 2 heads, all of them, and two others.
 fn moh(router: RouterKind) -> MohConfig {
-    let ids = match router {
-        // As many heads of every group.
-        RouterKind::WithinGroup => [vec![], (0..8).collect(), vec![1, 2, 4, 7]],
-        _ => [vec![0, 1], (0..8).collect(), vec![4, 5]],
-    };
-    let shared_heads = SharedHeadSets::from_ids(&ids).unwrap();
+    let shared_heads =
+        SharedHeadSets::from_ids(&[vec![0, 1], (0..8).collect(), vec![4, 5]]).unwrap();
     let routed_top_k: HeadCounts = match router {
         RouterKind::Static => [0, 0, 0].into_iter().collect(),
-        RouterKind::WithinGroup => [4, 0, 4].into_iter().collect(),
         _ => [2, 0, 4].into_iter().collect(),
     };
     MohConfig { router, shared_heads, routed_top_k }

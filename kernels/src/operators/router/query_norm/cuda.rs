@@ -43,7 +43,6 @@ fn kernels(router: QueryNormRouter) -> &'static str {
     match router.selects {
         Selects::Heads => "query_norm",
         Selects::Groups => "group_norm",
-        Selects::WithinGroups => "within_groups",
     }
 }
 
@@ -57,7 +56,7 @@ impl QueryNorm for Cuda {
         let all_reduce = exchange(OPERATOR, heads, all_reduce)?;
         let mut parameters = Parameters::new(shape, routing);
         parameters.qkv = qkv.address;
-        parameters.top_k = (router.top_k / router.pools(heads)) as u32;
+        parameters.top_k = router.top_k as u32;
         if let Some(table) = rope {
             parameters.rope = rope::Parameters::new(OPERATOR, &RopeArgs { shape, table, qkv })?;
         }

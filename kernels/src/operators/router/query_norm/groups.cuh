@@ -28,7 +28,7 @@ struct Groups {
         }
         __syncwarp();
         for (uint32_t head = lane; head < r.columns; head += 32) {
-            r.selected[table + head] = is_selected(p, values, head, 0, r.columns);
+            r.selected[table + head] = is_selected(p, values, head);
         }
         __syncwarp();  // The sums have been compared.
         double largest = 0.0;

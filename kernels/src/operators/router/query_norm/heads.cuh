@@ -15,7 +15,7 @@ struct Heads {
         const uint64_t table = token * r.columns;
         load_summed(p, token, values);
         for (uint32_t head = lane; head < r.columns; head += 32) {
-            r.selected[table + head] = is_selected(p, values, head, 0, r.columns);
+            r.selected[table + head] = is_selected(p, values, head);
         }
         __syncwarp();  // The squares have been compared.
         double sum = 0.0, smallest = INFINITY, largest = 0.0;

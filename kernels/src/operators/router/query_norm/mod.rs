@@ -6,19 +6,15 @@
 //! selected = the top-k norms (sums of squares in f64; a tie selects the lower head)
 //! ```
 //!
-//! Two others select in whole key/value groups, or the same number of heads of each ([`Selects`]):
+//! Another selects whole key/value groups ([`Selects`]):
 //!
 //! ```text
 //! n_i = sqrt(mean over the heads j of i's group of ||q_j||^2)     gate = softmax(n)
 //! selected = the k / M groups with the largest sums of squares, M the heads of a group
-//!
-//! gate = softmax over i's group of (n / std over i's group) / G   G the groups of a layer
-//! selected = the top k / G norms of each group
 //! ```
 //!
-//! The gates of a token sum to 1 with each of them. Groups have no standard deviation: that of two
-//! groups would make their gates constants. A group with one routed head has none either; within
-//! groups every token selects that head, or none does, and its gate is the constant 1 / G.
+//! The gates of a token sum to 1 with both of them. Groups have no standard deviation: that of two
+//! groups would make their gates constants.
 //!
 //! Backward, straight-through: the gradient of a selected head's weight, `<dO, O>`, is taken as
 //! its gate's; heads that were not selected get none, since their outputs are not computed
@@ -63,8 +59,6 @@ pub enum Selects {
     Heads,
     /// Those of whole key/value groups. The shared heads are whole groups too.
     Groups,
-    /// The same number of every key/value group, which all have the same number of shared heads.
-    WithinGroups,
 }
 
 impl QueryNormRouter {
@@ -75,17 +69,10 @@ impl QueryNormRouter {
     pub fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
         self.check("routing", heads)?;
         let columns = heads.count - self.shared.leading();
-        let saved_per_token = columns + self.pools(heads);
+        // And 1 / std.
+        let saved_per_token = columns + 1;
         let (weighted, logits) = (false, 0);
         Ok(RoutingShape { tokens, heads, columns, saved_per_token, weighted, logits })
-    }
-
-    /// The sets of heads whose norms are ranked together.
-    fn pools(&self, heads: Heads) -> usize {
-        match self.selects {
-            Selects::Heads | Selects::Groups => 1,
-            Selects::WithinGroups => heads.count / heads.group_size,
-        }
     }
 
     /// Refuses heads that do not fit a layer's query heads.
@@ -106,16 +93,6 @@ impl QueryNormRouter {
                 ensure(operator, whole, || format!("the shared heads are no groups of {size}"))?;
                 ensure(operator, top_k.is_multiple_of(size), || {
                     format!("top {top_k} is no multiple of the {size} heads of a group")
-                })
-            }
-            Selects::WithinGroups => {
-                let each = shared.len() / (heads.count / size).max(1);
-                ensure(operator, shared_of_groups.all(|count| count == each), || {
-                    format!("groups of {size} heads have different numbers of shared ones")
-                })?;
-                let groups = heads.count / size;
-                ensure(operator, groups == 0 || top_k.is_multiple_of(groups), || {
-                    format!("top {top_k} is no multiple of the {groups} groups")
                 })
             }
         }
@@ -218,5 +195,5 @@ fn check_routing<M: Memory>(
     ensure(operator, router.selects == Selects::Heads || made_for == size, || {
         format!("the routing was made for groups of {made_for} heads, not {size}")
     })?;
-    routing.check_saved(operator, routing.columns() + router.pools(routing.heads()))
+    routing.check_saved(operator, routing.columns() + 1)
 }

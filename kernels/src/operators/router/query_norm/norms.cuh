@@ -245,14 +245,14 @@ __device__ __forceinline__ void load_summed(const Parameters& p, uint64_t token,
     }
 }
 
-// Whether the head of a column is selected by its square: shared heads and, of the columns from
-// `first` to `end`, the largest; among equals, lower heads first.
+// Whether the head of a column is selected by its square: shared heads and the largest of the others; among equals, lower
+// heads first.
 __device__ __forceinline__ bool is_selected(const Parameters& p, const double* squares,
-                                            uint32_t head, uint32_t first, uint32_t end) {
+                                            uint32_t head) {
     const double square = squares[head];
     uint32_t ahead = 0;
 #pragma unroll 4
-    for (uint32_t other = first; other < end; other++) {
+    for (uint32_t other = 0; other < p.routing.columns; other++) {
         const double rival = squares[other];
         ahead += rival > square || (rival == square && other < head);
     }

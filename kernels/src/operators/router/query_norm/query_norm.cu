@@ -6,7 +6,6 @@
 // rotate the heads that it does not concern.
 #include "groups.cuh"
 #include "heads.cuh"
-#include "within_groups.cuh"
 
 namespace query_norm {
 
@@ -125,7 +124,6 @@ __device__ __forceinline__ void spread(const Parameters& p) {
 
 EXPORT_ROUTER(query_norm, Heads)
 EXPORT_ROUTER(group_norm, Groups)
-EXPORT_ROUTER(within_groups, WithinGroups)
 EXPORT(query_norm_squares_f32, query_norm::squares<float>, query_norm::Parameters)
 EXPORT(query_norm_squares_bf16, query_norm::squares<bf16>, query_norm::Parameters)
 EXPORT(query_norm_spread, query_norm::spread, query_norm::Parameters)

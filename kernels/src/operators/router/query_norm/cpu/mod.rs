@@ -33,7 +33,7 @@ impl QueryNorm for Cpu {
             if let Some(all_reduce) = all_reduce {
                 all_reduce(&mut routing.saved[..tokens * columns])?;
             }
-            choose(routing, &Scores::new(router, routing));
+            choose(routing, &Scores::new(router, routing.heads()));
             self.complete_routing(routing)?;
         }
         rope.map_or(Ok(()), |table| self.rope_forward(RopeArgs { shape, table, qkv }))
@@ -81,14 +81,13 @@ fn measure<T: Element>(shape: &QkvShape, qkv: &[T], routing: &mut Routing<Cpu>) 
 
 /// Selects heads, replaces squares by norms, and writes the gates.
 fn choose(routing: &mut Routing<Cpu>, scores: &Scores) {
-    let (columns, tokens, pools) = (routing.columns(), routing.tokens(), scores.pools());
-    let (norms, inv_std) =
-        routing.saved[..tokens * (columns + pools)].split_at_mut(tokens * columns);
+    let (columns, tokens) = (routing.columns(), routing.tokens());
+    let (norms, inv_std) = routing.saved[..tokens * (columns + 1)].split_at_mut(tokens * columns);
     (
         norms.par_chunks_mut(ROWS * columns),
         routing.gates[..tokens * columns].par_chunks_mut(ROWS * columns),
         routing.selected[..tokens * columns].par_chunks_mut(ROWS * columns),
-        inv_std.par_chunks_mut(ROWS * pools),
+        inv_std.par_chunks_mut(ROWS),
     )
         .into_par_iter()
         .for_each(|(norms, gates, selected, inv_std)| {
@@ -96,7 +95,7 @@ fn choose(routing: &mut Routing<Cpu>, scores: &Scores) {
                 .chunks_exact_mut(columns)
                 .zip(gates.chunks_exact_mut(columns))
                 .zip(selected.chunks_exact_mut(columns))
-                .zip(inv_std.chunks_exact_mut(pools));
+                .zip(inv_std);
             vectorized!({
                 for (((norms, gates), selected), inv_std) in rows {
                     scores.route(norms, gates, selected, inv_std);
@@ -164,7 +163,7 @@ struct Layer<'a> {
     selected: &'a [u8],
     gates: &'a [f32],
     scores: Scores,
-    /// `[tokens, columns]`, and 1 / std, `[tokens, pools]`. They are f64, because the gradient
+    /// `[tokens, columns]`, and 1 / std, `[tokens]`. They are f64, because the gradient
     /// divides differences of norms by their deviation, which may be small.
     norms: &'a [f64],
     inv_std: &'a [f64],
@@ -173,8 +172,8 @@ struct Layer<'a> {
 impl<'a> Layer<'a> {
     fn new(router: QueryNormRouter, routing: &'a Routing<Cpu>, head_dim: usize) -> Self {
         let (tokens, columns) = (routing.tokens(), routing.columns());
-        let scores = Scores::new(router, routing);
-        let saved = &routing.saved[..tokens * (columns + scores.pools())];
+        let scores = Scores::new(router, routing.heads());
+        let saved = &routing.saved[..tokens * (columns + 1)];
         let (norms, inv_std) = saved.split_at(tokens * columns);
         Layer {
             columns,
@@ -214,9 +213,7 @@ impl<'a> Layer<'a> {
     ) {
         let table = token * self.columns..(token + 1) * self.columns;
         let (gates, norms) = (&self.gates[table.clone()], &self.norms[table]);
-        let pools = self.scores.pools();
-        let inv_std = &self.inv_std[token * pools..(token + 1) * pools];
-        self.scores.gates_to_norms(gates, norms, inv_std, gradient);
+        self.scores.gates_to_norms(gates, norms, self.inv_std[token], gradient);
         let heads =
             queries.chunks_exact(self.head_dim).zip(d_queries.chunks_exact_mut(self.head_dim));
         for (&column, (query, d_query)) in self.local.iter().zip(heads) {

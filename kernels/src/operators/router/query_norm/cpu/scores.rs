@@ -1,10 +1,7 @@
 //! A token's selection, gates and gradients from the squares of its norms, in rows of columns.
 
-use std::ops::Range;
-
 use super::super::{QueryNormRouter, Selects};
-use crate::cpu::Cpu;
-use crate::router::Routing;
+use crate::Heads;
 
 /// The square and the norm of a shared head.
 pub(super) const SHARED: f64 = -1.0;
@@ -17,73 +14,48 @@ pub(super) fn is_shared(norm: f64) -> bool {
 
 /// How the columns of a layer are scored.
 pub(super) struct Scores {
-    /// The columns that are ranked together: all, or those of each group.
-    pools: Vec<Range<usize>>,
-    /// Heads that a token selects of each pool.
+    /// Heads that a token selects.
     top_k: usize,
     /// The heads whose norms are one, if whole groups are selected.
     group_size: Option<usize>,
 }
 
 impl Scores {
-    /// Of the columns of a routing that has begun.
-    pub fn new(router: QueryNormRouter, routing: &Routing<Cpu>) -> Self {
-        let (heads, leading) = (routing.heads(), routing.shared().leading());
-        let pools = router.pools(heads);
-        let size = heads.count / pools;
-        let columns = |pool: usize| {
-            (pool * size).saturating_sub(leading)..((pool + 1) * size).saturating_sub(leading)
-        };
+    pub fn new(router: QueryNormRouter, heads: Heads) -> Self {
         Scores {
-            pools: (0..pools).map(columns).collect(),
-            top_k: router.top_k / pools,
+            top_k: router.top_k,
             group_size: (router.selects == Selects::Groups).then_some(heads.group_size),
         }
     }
 
-    /// The number of pools, each with a standard deviation.
-    pub fn pools(&self) -> usize {
-        self.pools.len()
-    }
-
-    /// Selects heads, replaces squares by norms, and writes the gates and each pool's 1 / std, 0 if
-    /// its norms are equal.
+    /// Selects heads, replaces squares by norms, and writes the gates and 1 / std, 0 if the norms are
+    /// equal.
     #[inline(always)]
     pub fn route(
         &self,
         norms: &mut [f64],
         gates: &mut [f32],
         selected: &mut [u8],
-        inv_std: &mut [f64],
+        inv_std: &mut f64,
     ) {
         if let Some(size) = self.group_size {
             add_up_groups(norms, size);
             select(norms, self.top_k, selected);
             roots(norms, size as f64);
-            inv_std[0] = 1.0;
-            return softmax(norms, 1.0, 1.0, gates);
-        }
-        let pools = self.pools.len() as f64;
-        for (pool, inv_std) in self.pools.iter().zip(inv_std) {
-            let (norms, gates) = (&mut norms[pool.clone()], &mut gates[pool.clone()]);
-            select(norms, self.top_k, &mut selected[pool.clone()]);
+            *inv_std = 1.0;
+        } else {
+            select(norms, self.top_k, selected);
             roots(norms, 1.0);
             *inv_std = inverse_deviation(norms);
-            softmax(norms, *inv_std, pools, gates);
         }
+        softmax(norms, *inv_std, gates);
     }
 
     /// Replaces the gradients of a token's gates by those of its norms, 0 for shared heads: the
     /// gradient of a query is that of its norm, divided by the norm, times the query. If whole groups
     /// are selected, each head gets its part of the gradient of its group's norm.
     #[inline(always)]
-    pub fn gates_to_norms(
-        &self,
-        gates: &[f32],
-        norms: &[f64],
-        inv_std: &[f64],
-        gradient: &mut [f32],
-    ) {
+    pub fn gates_to_norms(&self, gates: &[f32], norms: &[f64], inv_std: f64, gradient: &mut [f32]) {
         if let Some(size) = self.group_size {
             let inner = ignore_shared(gates, norms, gradient);
             let groups = gradient.chunks_exact_mut(size).zip(gates.chunks_exact(size));
@@ -92,11 +64,8 @@ impl Scores {
                 let sum: f64 = gates.iter().zip(gradient.iter()).map(of_head).sum();
                 gradient.fill((sum / size as f64) as f32);
             }
-            return;
-        }
-        for (pool, &inv_std) in self.pools.iter().zip(inv_std) {
-            let gradient = &mut gradient[pool.clone()];
-            pool_to_norms(&gates[pool.clone()], &norms[pool.clone()], inv_std, gradient);
+        } else {
+            heads_to_norms(gates, norms, inv_std, gradient);
         }
     }
 }
@@ -138,7 +107,7 @@ fn roots(squares: &mut [f64], count: f64) {
     }
 }
 
-/// 1 / std of the norms of a pool, or 0 if all are equal.
+/// 1 / std of the norms, or 0 if all are equal.
 #[inline(always)]
 fn inverse_deviation(norms: &[f64]) -> f64 {
     let count = routed(norms).count() as f64;
@@ -150,9 +119,9 @@ fn inverse_deviation(norms: &[f64]) -> f64 {
     if equal { 0.0 } else { variance.sqrt().recip() }
 }
 
-/// Writes the gates, of which those of all `pools` pools sum to 1.
+/// Writes the gates, which sum to 1.
 #[inline(always)]
-fn softmax(norms: &[f64], inv_std: f64, pools: f64, gates: &mut [f32]) {
+fn softmax(norms: &[f64], inv_std: f64, gates: &mut [f32]) {
     let largest = norms.iter().fold(0f64, |largest, &norm| largest.max(norm));
     let mut sum = 0f64;
     for (gate, &norm) in gates.iter_mut().zip(norms.iter()) {
@@ -161,7 +130,7 @@ fn softmax(norms: &[f64], inv_std: f64, pools: f64, gates: &mut [f32]) {
         sum += exponential;
     }
     for gate in gates {
-        *gate = (f64::from(*gate) / sum / pools) as f32;
+        *gate = (f64::from(*gate) / sum) as f32;
     }
 }
 
@@ -178,13 +147,13 @@ fn ignore_shared(gates: &[f32], norms: &[f64], gradient: &mut [f32]) -> f64 {
     inner / gates.iter().map(|&gate| f64::from(gate)).sum::<f64>()
 }
 
-/// Replaces the gradient of a pool's gates by the gradient of its norms, 0 for shared heads.
+/// Replaces the gradient of the gates by the gradient of the norms, 0 for shared heads.
 ///
 /// Through the softmax, d_s = g (d - <g, d>); through s = n / std with unbiased std and
 /// z = (n - mean) / std, d_n = (d_s - <d_s, z> z / (R - 1)) / std. (<d_s, z> equals <d_s, n / std>,
 /// since d_s sums to 0, but has less cancellation.)
 #[inline(always)]
-fn pool_to_norms(gates: &[f32], norms: &[f64], inv_std: f64, gradient: &mut [f32]) {
+fn heads_to_norms(gates: &[f32], norms: &[f64], inv_std: f64, gradient: &mut [f32]) {
     let count = routed(norms).count() as f64;
     let inner = ignore_shared(gates, norms, gradient);
     let mean = routed(norms).sum::<f64>() / count;
@@ -193,8 +162,7 @@ fn pool_to_norms(gates: &[f32], norms: &[f64], inv_std: f64, gradient: &mut [f32
     let along: f64 = (gates.iter().zip(gradient.iter()).zip(norms))
         .map(|((&gate, &d), &norm)| d_score(gate, d) * deviation(norm))
         .sum();
-    // One routed head has no deviation, so `along` is 0.
-    let pull = along / (count - 1.0).max(1.0);
+    let pull = along / (count - 1.0);
     for ((slot, &gate), &norm) in gradient.iter_mut().zip(gates).zip(norms) {
         *slot = ((d_score(gate, *slot) - pull * deviation(norm)) * inv_std) as f32;
     }
@@ -204,11 +172,11 @@ fn pool_to_norms(gates: &[f32], norms: &[f64], inv_std: f64, gradient: &mut [f32
 mod tests {
     use super::*;
 
-    /// Norms, gates and 1 / std of squares in one pool.
+    /// Norms, gates and 1 / std of squares.
     fn score(norms: &mut [f64], gates: &mut [f32]) -> f64 {
         roots(norms, 1.0);
         let inv_std = inverse_deviation(norms);
-        softmax(norms, inv_std, 1.0, gates);
+        softmax(norms, inv_std, gates);
         inv_std
     }
 
@@ -234,8 +202,8 @@ mod tests {
         assert_eq!((norms[1], gates), (SHARED, [expected[0], 0.0, expected[1], expected[2], 0.0]));
         let mut gradient = [1.0, f32::INFINITY, -2.0, 0.5, 3.0];
         let mut without = [1.0, -2.0, 0.5];
-        pool_to_norms(&gates, &norms, inv_std, &mut gradient);
-        pool_to_norms(&expected, &alone, inv_std, &mut without);
+        heads_to_norms(&gates, &norms, inv_std, &mut gradient);
+        heads_to_norms(&expected, &alone, inv_std, &mut without);
         assert_eq!(gradient, [without[0], 0.0, without[1], without[2], 0.0]);
     }
 
@@ -245,7 +213,7 @@ mod tests {
         let inv_std = score(&mut norms, &mut gates);
         assert_eq!((inv_std, gates), (0.0, [0.25; 4]));
         let mut gradient = [1.0, -2.0, 0.5, 3.0];
-        pool_to_norms(&gates, &norms, inv_std, &mut gradient);
+        heads_to_norms(&gates, &norms, inv_std, &mut gradient);
         assert_eq!(gradient, [0.0; 4]);
     }
 
