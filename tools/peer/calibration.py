@@ -27,14 +27,16 @@ SPREADS = {"two-stage": 0.3, "one-stage": 0.3, "linear": 1.0}
 
 
 def first_layer(ids):
-    """The normed input of the first layer and its heads' outputs, `[tokens, heads, size]`, for windows of ids."""
+    """Of the first layer, for windows of ids: its normed input, its heads' outputs, `[tokens, heads, size]`, the output
+    projection, and by what RMSNorm multiplies the stream after attention, `[tokens, 1]`."""
     config = json.loads((QUICKSTART / "config.json").read_text())
     tensors = {name: tensor.double() for name, tensor in load_file(QUICKSTART / "model.safetensors").items()}
     of = lambda name: tensors[f"model.layers.0.{name}.weight"]  # noqa: E731
     heads, groups, size = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    inputs, outputs = [], []
+    inputs, outputs, streams = [], [], []
     for window in ids:
+        streams.append(tensors["model.embed_tokens.weight"][window])
         x = norm(tensors["model.embed_tokens.weight"][window], of("input_layernorm"), config)
         query = rotate((x @ of("self_attn.q_proj").T).view(LENGTH, heads, size), config)
         key = rotate((x @ of("self_attn.k_proj").T).view(LENGTH, groups, size), config)
@@ -43,7 +45,9 @@ def first_layer(ids):
         scores = torch.einsum("thd,shd->hts", query, key) / size**0.5
         inputs.append(x)
         outputs.append(torch.einsum("hts,shd->thd", scores.masked_fill(later, -torch.inf).softmax(-1), value))
-    return torch.cat(inputs), torch.cat(outputs), of("self_attn.o_proj")
+    outputs, old = torch.cat(outputs), of("self_attn.o_proj")
+    after = torch.cat(streams) + outputs.flatten(1) @ old.T
+    return torch.cat(inputs), outputs, old, (after.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]).rsqrt()
 
 
 def parts(windows):
@@ -96,7 +100,7 @@ def main():
     options.programs = options.programs.resolve()
     text = torch.frombuffer(bytearray((QUICKSTART / f"{TEXT}.bin").read_bytes()), dtype=torch.uint16).long()
     ids = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
-    x, outputs, old = first_layer(ids)
+    x, outputs, old, scales = first_layer(ids)
     heads, size = outputs.shape[1:]
     fitted, others, _ = parts(len(ids))
     both = torch.cat((fitted, others))
@@ -106,8 +110,8 @@ def main():
         # Fixed heads: those after the sixth are left out.
         kept = outputs.clone()
         kept[:, 6:] = 0
-        kept = kept.flatten(1)
-        left = (outputs.flatten(1) - kept) @ old.T
+        kept = kept.flatten(1) * scales
+        left = (outputs.flatten(1) * scales - kept) @ old.T
         found = calibrated(options, ids, folder, "--router", "static", "--shared-heads", "6", "--routed-top-k", "0")
         factor = best_ridge(kept, left, fitted, others)
         print(f"ridge {factor}")

@@ -383,7 +383,12 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
                 let x = &self.streams.calibrated[stream];
                 let of_pass = &mut outputs[passes.elements(pass, inputs)];
                 attend(&mut self.block, self.config.head_dim, moh, x, of_pass)?;
-                self.sums.add(of_pass, &difference(&after.after_attention, x))?;
+                let scales = norm_scales(self.config, &after.after_attention);
+                let mut target = difference(&after.after_attention, x);
+                scale(&mut target, &scales);
+                let mut features = of_pass.to_vec();
+                scale(&mut features, &scales);
+                self.sums.add(&features, &target)?;
             }
             let products = self.sums.take();
             products.check()?;
@@ -442,16 +447,22 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         let (inputs, width) = (self.config.query_width(), self.config.hidden_size);
         let mut scores = Scores::new(ranking);
         let (mut outputs, mut targets) = (Vec::new(), Vec::new());
-        for pass in self.tokens.search_passes(inputs) {
-            let x = &self.streams.dense[self.tokens.passes.elements(pass, width)];
-            let queries = self.block.project(x)?;
+        let window = self.tokens.length() * width;
+        for windows in self.tokens.search_windows(inputs).chunks_exact(self.tokens.passes.batch) {
+            let of_window = |&at: &usize| &self.streams.dense[at * window..(at + 1) * window];
+            let x = windows.iter().flat_map(of_window).copied().collect::<Vec<f32>>();
+            let queries = self.block.project(&x)?;
             match self.options.moh.router.has_matrices() {
                 true => scores.add_logits(&self.block.logits()?),
                 false => scores.add(&queries, self.config.head_dim),
             }
-            let of_pass = self.block.attend()?;
-            let after = self.block.after_attention(x, &of_pass)?.after_attention;
-            targets.extend(difference(&after, x));
+            let mut of_pass = self.block.attend()?;
+            let after = self.block.after_attention(&x, &of_pass)?.after_attention;
+            let scales = norm_scales(self.config, &after);
+            let mut target = difference(&after, &x);
+            scale(&mut target, &scales);
+            scale(&mut of_pass, &scales);
+            targets.extend(target);
             outputs.extend(of_pass);
         }
         let weight = matrix(projection, inputs);
@@ -527,6 +538,24 @@ fn attend<B: Backend>(
         _ => output.iter_mut().for_each(|value| *value *= weight),
     });
     Ok(())
+}
+
+/// By what RMSNorm multiplies each token of a residual stream, `[tokens, hidden_size]`. Errors are weighed by it, as the
+/// layers behind it do; else the few tokens with large streams, such as the first of a window, would decide the fits.
+fn norm_scales(config: &ModelConfig, stream: &[f32]) -> Vec<f32> {
+    let scale = |x: &[f32]| {
+        let mean = x.iter().map(|x| x * x).sum::<f32>() / x.len() as f32;
+        (mean + config.rms_norm_eps as f32).sqrt().recip()
+    };
+    let tokens = stream.par_chunks_exact(config.hidden_size);
+    tokens.with_min_len(ELEMENTS / config.hidden_size + 1).map(scale).collect()
+}
+
+/// Multiplies the rows of a table by these numbers.
+fn scale(table: &mut [f32], scales: &[f32]) {
+    let width = table.len() / scales.len();
+    let rows = table.par_chunks_exact_mut(width).zip(scales).with_min_len(ELEMENTS / width + 1);
+    rows.for_each(|(row, scale)| row.iter_mut().for_each(|value| *value *= scale));
 }
 
 fn difference(a: &[f32], b: &[f32]) -> Vec<f32> {

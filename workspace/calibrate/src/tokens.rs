@@ -201,11 +201,17 @@ impl CalibrationTokens {
         &self.ids[pass * self.passes.pass()..][..self.passes.pass()]
     }
 
-    /// The passes on which sets of heads are searched, spread over those of fits: at least `width` tokens.
-    pub(crate) fn search_passes(&self, width: usize) -> Vec<usize> {
-        let all: Vec<usize> = self.passes.of(Part::Fit).collect();
-        let number = self.passes.number_searched(self.search_tokens, width);
-        (0..number).map(|i| all[i * all.len() / number]).collect()
+    /// The windows on which sets of heads are searched, whole passes of them: one of each of as many equal parts of those of
+    /// fits, at another place in each, since texts may take turns.
+    pub(crate) fn search_windows(&self, width: usize) -> Vec<usize> {
+        let of_pass = |pass| pass * self.passes.batch..(pass + 1) * self.passes.batch;
+        let all: Vec<usize> = self.passes.of(Part::Fit).flat_map(of_pass).collect();
+        let number = self.passes.number_searched(self.search_tokens, width) * self.passes.batch;
+        // Multiples of the golden ratio, without whole parts, are spread evenly over 0 to 1.
+        let place = |part: usize| (part as f64 * 0.618_033_988_749_895).fract();
+        let window =
+            |part| ((part as f64 + place(part)) * all.len() as f64 / number as f64) as usize;
+        (0..number).map(|part| all[window(part)]).collect()
     }
 }
 
@@ -249,16 +255,26 @@ mod tests {
     }
 
     #[test]
-    fn searches_have_passes_all_over_those_of_fits() {
+    fn searches_have_windows_all_over_those_of_fits() {
         let search = |search_tokens, width| {
             let ids = vec![1; 64 * 64 * 26];
             let tokens = CalibrationTokens::new(ids, 64, search_tokens, &config()).unwrap();
-            tokens.search_passes(width)
+            tokens.search_windows(width)
         };
-        assert_eq!(search(128, 32), [0]);
-        assert_eq!(search(128, 64 * 64 * 3), [0, 9, 18]);
-        assert_eq!(search(64 * 64 * 2, 32), [0, 12]);
-        assert_eq!(search(usize::MAX, 32).len(), 21);
+        // 64 windows a pass, 26 passes, of which 3 are held out and 2 choose the ridge.
+        for (found, passes) in [
+            (search(128, 32), 1),
+            (search(128, 64 * 64 * 3), 3),
+            (search(64 * 64 * 2, 32), 2),
+            (search(usize::MAX, 32), 21),
+        ] {
+            assert_eq!(found.len(), passes * 64);
+            assert!(found.windows(2).all(|pair| pair[0] < pair[1]), "{found:?}");
+            assert!(found.iter().all(|window| ![4, 8].contains(&(window / 64 % 9))), "{found:?}");
+            // Two texts that take turns are read alike.
+            let odd = found.iter().filter(|&window| window % 2 == 1).count();
+            assert!(odd.abs_diff(found.len() / 2) <= 4, "{odd} of {}", found.len());
+        }
     }
 
     #[test]
