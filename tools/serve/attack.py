@@ -4,7 +4,7 @@
     tools/serve/attack.py MODEL [--program target/release/moh-serve] [--requests 2000] [--json FILE]
 
 MODEL is a directory with weights. The attacks: bodies that are announced and do not come, or come slowly, and silent
-connections (A1); answers that are far too large (A2); long prompts (A3); texts far beyond the context (A4); chats whose
+connections (A1); answers that are far too large (A2); long prompts (A3) and many choices; texts far beyond the context (A4); chats whose
 template does not end (A5); clients that leave, with bytes behind their body (A6). Under each of A1 to A5 another client's
 short completion takes less than 3 s, a client that has left frees its places within a second, and requests of all
 kinds mixed leave the memory flat. At last SIGTERM ends the server within 5 s while templates hang. Fails otherwise. It
@@ -111,6 +111,12 @@ class Attacker:
         body = {"prompt": [(number + n * n) % 200 for n in range(length)], "max_tokens": 1}
         return self.ask("v1/completions", body)
 
+    def choices(self, number):
+        body = {"prompt": "a", "n": 128, "max_tokens": self.context - 8, "ignore_eos": True, "temperature": 1}
+        if number < 2:
+            self.open.append(self.connect(self.post("v1/completions", body)))
+        time.sleep(0.5)
+
     def text(self, number):
         text = ("word another %d " % number) * (400_000 if number % 2 else 4_000)
         path = ["v1/completions", "tokenize", "v1/chat/completions"][number % 3]
@@ -122,7 +128,7 @@ class Attacker:
 
     def left(self, number):
         body = {"prompt": "a", "n": 32, "max_tokens": self.context - 8, "ignore_eos": True, "stream": number % 2 == 0}
-        rest = [b"", b"\r\n", b"GET /health HTTP/1.1\r\n\r\n", self.post("v1/completions", body)][number % 4]
+        rest = [b"", b"x" * 130_000, b"GET /health HTTP/1.1\r\n\r\n", self.post("v1/completions", body)][number % 4]
         stream = self.connect(self.post("v1/completions", body) + rest)
         time.sleep(0.05)
         self.leave(stream, hard=number % 8 > 3)
@@ -206,7 +212,7 @@ def main():
             figures["alone"] = max(waits(attacker)[0] for _ in range(5))
             attacks = {
                 "A1 bodies": attacker.announced, "A2 answers": attacker.large, "A3 prompts": attacker.long,
-                "A4 texts": attacker.text, "A5 templates": attacker.template,
+                "A3 choices": attacker.choices, "A4 texts": attacker.text, "A5 templates": attacker.template,
             }
             figures["waits"] = {}
             for name, attack in attacks.items():

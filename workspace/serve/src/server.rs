@@ -21,7 +21,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::AbortHandle;
 use tokio::time::{MissedTickBehavior, interval, timeout};
-use writing::{Writing, has_closed};
+use writing::{Writing, has_closed, has_sent_much};
 
 pub use held::Held;
 
@@ -33,7 +33,7 @@ const MAX_HEAD_BYTES: usize = 32 << 10;
 const MAX_HEADERS: usize = 64;
 /// The time between two attempts to accept, after one has failed, or to find a place.
 const PAUSE: Duration = Duration::from_millis(100);
-/// The time for which a connection may wait for its client in any case.
+/// The time after which a connection that waits for its client makes room with others.
 const MIN_WAIT: Duration = Duration::from_secs(1);
 /// The time between two looks whether a client has left.
 const LOOK: Duration = Duration::from_millis(200);
@@ -51,6 +51,10 @@ impl Phase {
     /// A request has arrived, which is answered now.
     pub fn answers(&self) {
         *self.waits_since() = None;
+    }
+
+    fn is_answering(&self) -> bool {
+        self.waits_since().is_none()
     }
 }
 
@@ -72,15 +76,17 @@ impl Connections {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Closes a quarter of the connections that wait for their clients, those that have waited longest.
+    /// Closes a quarter of the connections that wait for their clients, those that have waited longest; where none has
+    /// waited for [`MIN_WAIT`], the one that has waited longest.
     fn make_room(&self) {
         let open = self.open();
         let since = open
             .values()
             .filter_map(|(phase, task)| Some((*phase.waits_since())?).map(|it| (it, task)));
-        let mut waiting: Vec<_> = since.filter(|(since, _)| since.elapsed() >= MIN_WAIT).collect();
+        let mut waiting: Vec<_> = since.collect();
         waiting.sort_by_key(|(since, _)| *since);
-        let count = waiting.len().div_ceil(4);
+        let long = waiting.partition_point(|(since, _)| since.elapsed() >= MIN_WAIT);
+        let count = long.div_ceil(4).max(1);
         waiting.into_iter().take(count).for_each(|(_, task)| task.abort());
     }
 }
@@ -115,7 +121,11 @@ pub async fn serve(
                 response.await.map(|response| response.map(body))
             }
         });
-        let stream = Writing::new(stream, WRITE_TIMEOUT, has_closed);
+        let of_stream = Arc::clone(&phase);
+        let has_left = move |stream: &TcpStream| {
+            has_closed(stream) || of_stream.is_answering() && has_sent_much(stream)
+        };
+        let stream = Writing::new(stream, WRITE_TIMEOUT, has_left);
         let connection = http1::Builder::new()
             .timer(TokioTimer::new())
             .header_read_timeout(HEAD_TIMEOUT)

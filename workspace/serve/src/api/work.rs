@@ -1,4 +1,4 @@
-//! Work that would keep the other clients waiting, on threads of its own. Short work never waits for long work, and what
+//! Work that would keep the other clients waiting, on threads of its own. Work on less never waits for work on more, and what
 //! may not end is given up after some time: its thread is left alone, and neither requests nor the program's end wait for
 //! it.
 
@@ -12,8 +12,11 @@ use super::ApiError;
 
 /// Bytes from which work on a text is long.
 pub(super) const LONG_BYTES: usize = 64 << 10;
-/// Short work that is done at the same time, and long work of each kind.
-static SHORT: Semaphore = Semaphore::const_new(4);
+/// Bytes from which it is not little.
+const SOME_BYTES: usize = 4 << 10;
+/// Little work that is done at the same time, some work, and long work of each kind.
+static LITTLE: Semaphore = Semaphore::const_new(4);
+static SOME: Semaphore = Semaphore::const_new(4);
 static LONG: [Semaphore; 2] = [Semaphore::const_new(1), Semaphore::const_new(1)];
 /// Work with a limit of its time that is done at the same time.
 static LIMITED: Semaphore = Semaphore::const_new(8);
@@ -37,7 +40,11 @@ pub(super) async fn off_thread<R: Send + 'static>(
     bytes: usize,
     work: impl FnOnce() -> Result<R, ApiError> + Send + 'static,
 ) -> Result<R, ApiError> {
-    let places = if bytes < LONG_BYTES { &SHORT } else { &LONG[kind as usize] };
+    let places = match bytes {
+        0..SOME_BYTES => &LITTLE,
+        SOME_BYTES..LONG_BYTES => &SOME,
+        _ => &LONG[kind as usize],
+    };
     let place = places.acquire().await.map_err(|_| failed())?;
     start(work, place)?.await.unwrap_or_else(|_| Err(failed()))
 }

@@ -11,3 +11,6 @@ pub use request::{
     ComputedPrompt, Event, Failure, FinishReason, GeneratedToken, Request, TokenHeads,
 };
 pub use scheduler::{Admission, Limits, Scheduler};
+
+/// The share of the places, and of the queue, that is kept for sequences that generate few tokens: one of so many.
+const OF_FEW: usize = 16;

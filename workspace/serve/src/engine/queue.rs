@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-use super::{Event, Request};
+use super::{Event, OF_FEW, Request};
 
 /// The events of a sequence. They are dropped to give it up.
 #[derive(Debug)]
@@ -134,7 +134,8 @@ impl Handle {
     /// share what it has left.
     pub fn submit(&self, groups: Vec<Vec<Request>>) -> Result<Vec<Vec<Events>>, QueueFull> {
         let count = groups.iter().map(Vec::len).sum::<usize>();
-        let capacity = self.capacity;
+        let generates_many = groups.iter().flatten().any(Request::generates_many);
+        let capacity = self.capacity - if generates_many { self.capacity / OF_FEW } else { 0 };
         let room = |waiting: usize| waiting.checked_add(count).filter(|&sum| sum <= capacity);
         self.waiting
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, room)

@@ -32,7 +32,15 @@ pub struct Request {
     pub deadline: Option<Instant>,
 }
 
+/// Tokens up to which a sequence generates few.
+const FEW_TOKENS: usize = 64;
+
 impl Request {
+    /// Whether it may be computed for long, so that those that generate few tokens have places that it has not.
+    pub(super) fn generates_many(&self) -> bool {
+        self.max_tokens > FEW_TOKENS
+    }
+
     /// Of how many tokens of the prompt the keys and values may be those of an earlier prompt: none if log-probabilities or
     /// heads of each token are wanted.
     pub(super) fn shared_tokens(&self) -> usize {

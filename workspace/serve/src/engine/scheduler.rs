@@ -17,14 +17,14 @@ use moh_model::{BatchGenerator, BatchOptions, Chunk, Error, Model, PassHeads, Se
 
 use super::queue::{EventSender, Inbox, Submission};
 use super::sequence::{Progress, Sequence};
-use super::{Event, Failure, FinishReason};
+use super::{Event, Failure, FinishReason, OF_FEW};
 use crate::metrics::Metrics;
 
 /// Elements of the logits of a prompt's tokens that a pass returns at most.
 const MAX_PROMPT_LOGITS: usize = 1 << 24;
 /// The share of the places that is kept for short prompts: one of so many.
 const PLACES_KEPT: usize = 8;
-/// The share of the blocks that is kept for them, and of a pass's room for prompts that is kept for the oldest one.
+/// The share of the blocks that is kept for short prompts, and of a pass's room for prompts that is kept for the oldest one.
 const RESERVE: usize = 4;
 /// The time after which others no longer pass a sequence that cannot join.
 const MAX_PASSED: Duration = Duration::from_secs(30);
@@ -258,9 +258,13 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         self.limits.sequences - self.limits.sequences / PLACES_KEPT
     }
 
-    /// Whether the request of a waiting sequence has as many places as it may have.
+    /// Whether the request of a waiting sequence has as many places as it may have, or all those that generate many tokens
+    /// have, among which it is.
     fn is_many(&self, waiting: &Submission) -> bool {
-        self.running.iter().filter(|sequence| sequence.is_of(waiting)).count() >= self.most()
+        let of_request = self.running.iter().filter(|sequence| sequence.is_of(waiting)).count();
+        let many = self.running.iter().filter(|it| it.request.generates_many()).count();
+        let places = self.limits.sequences - self.limits.sequences / OF_FEW;
+        of_request >= self.most() || waiting.request.generates_many() && many >= places
     }
 
     /// Whether one more sequence may be computed.

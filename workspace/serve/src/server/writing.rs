@@ -10,13 +10,15 @@ use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Sleep, sleep};
 
+/// Bytes that a client may send behind a request before it is answered. Behind more, the end of its stream would not be seen.
+const MAX_BEHIND: usize = 64 << 10;
 /// The time for which a client that has closed its side may still be answered.
 const LAST_ANSWER: Duration = Duration::from_millis(300);
 
 /// A stream with a limit of the time in which some of what is written has to be taken.
-pub(super) struct Writing<S> {
+pub(super) struct Writing<S, F> {
     stream: S,
-    has_left: fn(&S) -> bool,
+    has_left: F,
     /// When it was seen that the client has left.
     left: Option<Instant>,
     timeout: Duration,
@@ -24,9 +26,9 @@ pub(super) struct Writing<S> {
     deadline: Option<Pin<Box<Sleep>>>,
 }
 
-impl<S> Writing<S> {
+impl<S, F> Writing<S, F> {
     /// A stream whose writes wait at most so long, and whose client may leave.
-    pub fn new(stream: S, timeout: Duration, has_left: fn(&S) -> bool) -> Self {
+    pub fn new(stream: S, timeout: Duration, has_left: F) -> Self {
         Writing { stream, has_left, left: None, timeout, deadline: None }
     }
 
@@ -54,7 +56,15 @@ pub(super) fn has_closed(stream: &TcpStream) -> bool {
     matches!(ready, Poll::Ready(Ok(ready)) if ready.is_read_closed())
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Writing<S> {
+/// Whether a client has sent so much behind its request that it can only be left.
+pub(super) fn has_sent_much(stream: &TcpStream) -> bool {
+    let mut bytes = vec![0; MAX_BEHIND];
+    let mut buffer = ReadBuf::new(&mut bytes);
+    let peeked = stream.poll_peek(&mut Context::from_waker(Waker::noop()), &mut buffer);
+    matches!(peeked, Poll::Ready(Ok(MAX_BEHIND)))
+}
+
+impl<S: AsyncRead + Unpin, F: Unpin> AsyncRead for Writing<S, F> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -64,7 +74,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Writing<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Writing<S> {
+impl<S: AsyncWrite + Unpin, F: Fn(&S) -> bool + Unpin> AsyncWrite for Writing<S, F> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -107,14 +117,14 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Writing<S> {
 
 #[cfg(test)]
 mod tests {
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream};
 
     use super::*;
 
     #[tokio::test]
     async fn a_reader_that_takes_nothing_is_left() {
         let (near, _far) = tokio::io::duplex(8);
-        let mut writing = Writing::new(near, Duration::from_millis(20), |_| false);
+        let mut writing = Writing::new(near, Duration::from_millis(20), |_: &DuplexStream| false);
         writing.write_all(b"12345678").await.unwrap();
         let error = writing.write_all(b"9").await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
@@ -123,7 +133,7 @@ mod tests {
     #[tokio::test]
     async fn a_slow_reader_gets_all() {
         let (near, mut far) = tokio::io::duplex(1);
-        let mut writing = Writing::new(near, Duration::from_secs(60), |_| false);
+        let mut writing = Writing::new(near, Duration::from_secs(60), |_: &DuplexStream| false);
         let sent = tokio::spawn(async move { writing.write_all(b"1234").await });
         let mut taken = [0; 4];
         far.read_exact(&mut taken).await.unwrap();
