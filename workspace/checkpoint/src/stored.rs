@@ -246,7 +246,7 @@ fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, ReadError> {
     let path = directory.join(MANIFEST);
     let text = read_text(&path)?;
     let hash_path = directory.join(MANIFEST_HASH);
-    let hash = fs::read(&hash_path).map_err(ReadError::io(&hash_path))?;
+    let hash = moh_files::read(&hash_path).map_err(ReadError::io(&hash_path))?;
     if hash != format!("{}  {MANIFEST}\n", blake3::hash(&text)).as_bytes() {
         let reason = format!("does not match the hash in {MANIFEST_HASH}: it is damaged");
         return Err(ReadError::damaged(&path, reason));
@@ -288,7 +288,7 @@ fn read_text(path: &Path) -> Result<Vec<u8>, ReadError> {
         let reason = format!("{length} bytes: a manifest has at most {MAX_TEXT_BYTES}");
         return Err(ReadError::unusable(path, reason));
     }
-    fs::read(path).map_err(ReadError::io(path))
+    moh_files::read(path).map_err(ReadError::io(path))
 }
 
 /// Refuses names with a directory in them, which would leave the checkpoint.

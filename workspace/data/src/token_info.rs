@@ -73,7 +73,7 @@ impl TokenFileInfo {
             }
             Ok(_) => {}
         }
-        let bytes = std::fs::read(path).map_err(Error::io(path, "read"))?;
+        let bytes = moh_files::read(path).map_err(Error::io(path, "read"))?;
         serde_json::from_slice(&bytes).map(Some).map_err(|fault| {
             Error::token_file(path, format!("not a token file's metadata: {fault}"))
         })

@@ -19,6 +19,13 @@ pub fn open(path: &Path) -> io::Result<File> {
     File::open(path)
 }
 
+/// The bytes of a file, as [`open`] opens it.
+pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open(path)?.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
 /// The bytes of a file of at most `most`; `kind` names such a file in the message of a larger one, as in "a recipe".
 pub fn read_bounded(path: &Path, most: u64, kind: &str) -> Result<Vec<u8>, FileError> {
     let mut bytes = Vec::new();

@@ -15,7 +15,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-pub use bounded::{open, read_bounded, read_bounded_if_any, utf8};
+pub use bounded::{open, read, read_bounded, read_bounded_if_any, utf8};
 pub use directory::PendingDirectory;
 pub use error::{FileError, io, is_file, unless_missing, unusable};
 pub use file::{PendingFile, shorten, write};

@@ -23,7 +23,7 @@ pub(crate) struct Lines {
 impl Lines {
     /// `None` if the file is missing.
     pub(crate) fn open(path: &Path) -> Result<Option<Self>> {
-        let file = unless_missing(path, File::open(path))?;
+        let file = unless_missing(path, moh_files::open(path))?;
         Ok(file.map(|file| Lines {
             path: path.to_path_buf(),
             file: BufReader::new(file),

@@ -169,7 +169,7 @@ impl RunDirectory {
     /// `recipe.toml` is that a user has edited.
     pub fn write_recipe(&self, recipe: &Recipe) -> Result<Option<PathBuf>> {
         let (path, text) = (self.recipe(), recipe.to_toml()?);
-        let found = unless_missing(&path, fs::read(&path))?;
+        let found = unless_missing(&path, moh_files::read(&path))?;
         let ours = self.marked_recipe()?;
         let known = [Some(&text), ours.as_ref()];
         let is_known = |found: &[u8]| known.iter().flatten().any(|text| text.as_bytes() == found);
