@@ -10,7 +10,6 @@ use crate::embedding::Embedding;
 use crate::key_value_cache::KeyValueCache;
 use crate::linear::Linear;
 use crate::qk_norm::QkNorm;
-use crate::relative_error::RelativeError;
 use crate::rms_norm::RmsNorm;
 use crate::rope::Rope;
 use crate::router::logits::Logits;
@@ -59,7 +58,6 @@ backend!(
     Optimizer,
     QkNorm,
     QueryNorm,
-    RelativeError,
     RmsNorm,
     Rope,
     Sample,

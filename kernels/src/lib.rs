@@ -19,7 +19,7 @@ pub use device::{memory, ranks, scalar};
 use error::{check_ids, check_len, ensure};
 pub use operators::{
     adamw, add, attention, convert, cross_entropy, embedding, key_value_cache, linear, qk_norm,
-    relative_error, rms_norm, rope, router, sampling, swiglu,
+    rms_norm, rope, router, sampling, swiglu,
 };
 pub use profiling::{gpu_activity, span};
 

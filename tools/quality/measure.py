@@ -22,8 +22,6 @@ from variants import VARIANTS
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BATCH_TOKENS = 4096
-# Steps that learn the attention outputs of the teacher too, where a variant does.
-OUTPUTS_STEPS = 100
 
 
 def parse():
@@ -84,8 +82,7 @@ class Measurement:
             "stage.tune.attention": "dense" if variant.name == "dense" else "moh",
         }
         if variant.teacher:
-            outputs = f", attention_output = {variant.outputs}, attention_output_tokens = {OUTPUTS_STEPS * BATCH_TOKENS}"
-            settings["stage.tune.distill"] = f'{{ teacher = "{bed.dense}"{outputs if variant.outputs else ""} }}'
+            settings["stage.tune.distill"] = f'{{ teacher = "{bed.dense}" }}'
         self.programs.train(HERE / "tune.toml", settings)
         losses = json.loads((ROOT / run / "summary.json").read_text())["evaluations"]
         return row | {"untuned": losses[0]["loss"], "loss": losses[-1]["loss"]}

@@ -18,10 +18,7 @@ class Variant:
     chosen: bool = False
     refitted: bool = False
     teacher: bool = False
-    # Weight of the error of the attention outputs, in the first 100 steps of 4,096 tokens.
-    outputs: float = 0.0
     # Whether layers get different numbers of active heads, by measurement.
-    divided: bool = False
     # Whether tokens select no heads beside the shared ones.
     fixed: bool = False
     # Steps of training after which it is measured.
@@ -36,7 +33,7 @@ class Variant:
         if self.fixed and self.router != "static":
             arguments += ["--shared-heads", str(active), "--routed-top-k", "0"]
         else:
-            arguments += ["--active", f"auto:{share}" if self.divided else str(share)]
+            arguments += ["--active", str(share)]
         if self.chosen or self.refitted:
             arguments += calibration
             arguments += ["--shared", "calibrated" if self.chosen else "first"]
@@ -49,18 +46,14 @@ VARIANTS = [
     Variant("dense", "dense control", shares=(1.0,)),
     Variant("paper", "first heads: the paper's way", steps=(300, 600, 1200, 2000, 4000)),
     Variant("paper-teacher", "first heads, teacher", teacher=True),
-    Variant("paper-outputs-teacher", "first heads, teacher, also of attention outputs at first", teacher=True, outputs=1.0),
     Variant("refit", "first heads, refitted", refitted=True),
     Variant("refit-teacher", "first heads, refitted, teacher", refitted=True, teacher=True, steps=(300,)),
     Variant("chosen", "chosen heads", chosen=True),
     Variant("chosen-teacher", "chosen heads, teacher", chosen=True, teacher=True, steps=(300,)),
     Variant("measured", "chosen heads, refitted", **BOTH),
     Variant("measured-teacher", "chosen heads, refitted, teacher", **BOTH, teacher=True),
-    Variant("measured-outputs-teacher", "chosen heads, refitted, teacher, also of attention outputs at first", **BOTH, teacher=True, outputs=1.0),
-    Variant("divided-teacher", "chosen heads, divided by layer, refitted, teacher", **BOTH, teacher=True, divided=True, steps=(300,), shares=(0.75,)),
     Variant("linear", "linear router, chosen, refitted", "linear", **BOTH, steps=(300,)),
     Variant("linear-teacher", "linear router, chosen, refitted, teacher", "linear", **BOTH, teacher=True),
-    Variant("linear-divided-teacher", "linear router, chosen, divided by layer, refitted, teacher", "linear", **BOTH, teacher=True, divided=True, steps=(300,), shares=(0.5,)),
     Variant("two-stage", "two-stage router, first heads", "two-stage"),
     Variant("two-stage-teacher", "two-stage router, first heads, teacher", "two-stage", teacher=True),
     Variant("two-stage-measured", "two-stage router, chosen, refitted", "two-stage", **BOTH),
@@ -70,7 +63,6 @@ VARIANTS = [
     Variant("group-paper", "whole groups routed, first groups", "group"),
     Variant("group", "whole groups routed, chosen, refitted", "group", **BOTH),
     Variant("group-teacher", "whole groups routed, chosen, refitted, teacher", "group", **BOTH, teacher=True),
-    Variant("group-divided-teacher", "whole groups routed, chosen, divided by layer, refitted, teacher", "group", **BOTH, teacher=True, divided=True, steps=(300,), shares=(0.5,)),
     Variant("fixed-groups", "fixed whole groups, chosen, refitted", "group", **BOTH, fixed=True),
     Variant("fixed-groups-teacher", "fixed whole groups, chosen, refitted, teacher", "group", **BOTH, teacher=True, fixed=True),
 ]

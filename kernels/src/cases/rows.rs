@@ -7,7 +7,6 @@ use crate::embedding::{EmbeddingBackward, EmbeddingForward};
 use crate::key_value_cache::KeyValueAppend;
 use crate::linear::{Accumulation, LinearBackwardInput, LinearBackwardWeight, LinearForward};
 use crate::ranks::VocabularyRows;
-use crate::relative_error::RelativeErrorArgs;
 use crate::rms_norm::{RmsNormBackward, RmsNormForward};
 use crate::sampling::{RowRequest, RowSampling, RowToken, SampleArgs};
 use crate::{Backend, DType, Element, QkvShape};
@@ -72,12 +71,6 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
         linear_generation::<B, T>(8, sizes.gate_up()),
         linear_generation::<B, T>(32, sizes.gate_up()),
         linear_generation::<B, T>(512, sizes.gate_up()),
-        case!("relative_error", Work::moved::<T>(3 * elements), |backend| [
-            read y = random_elements::<B, T>(backend, elements),
-            read target = random_elements::<B, T>(backend, elements),
-            write d_y = backend.allocate::<T>(elements),
-            write sum = backend.allocate::<f64>(1),
-        ] backend.relative_error(RelativeErrorArgs { width, scale: 1.0, y, target, d_y, sum })),
         case!("swiglu_forward", Work::moved::<T>(3 * tokens * mlp), |backend| [
             read gate_up = random_elements::<B, T>(backend, tokens * 2 * mlp),
             write out = backend.allocate::<T>(tokens * mlp),

@@ -11,7 +11,6 @@
 #include "embedding/embedding.cu"
 #include "key_value_cache/key_value_cache.cu"
 #include "qk_norm/qk_norm.cu"
-#include "relative_error/relative_error.cu"
 #include "rms_norm/rms_norm.cu"
 #include "rope/rope.cu"
 #include "router/logits/logits.cu"

@@ -10,7 +10,6 @@ pub mod embedding;
 pub mod key_value_cache;
 pub mod linear;
 pub mod qk_norm;
-pub mod relative_error;
 pub mod rms_norm;
 pub mod rope;
 pub mod router;

@@ -21,7 +21,6 @@ mod logits;
 mod parameters;
 mod ptxas;
 mod qk_norm;
-mod relative_error;
 mod rms_norm;
 mod rope;
 mod router;

@@ -11,17 +11,14 @@ use rayon::prelude::*;
 use crate::products::{CalibrationBuffers, IsStopped, ProductSums};
 use crate::ridge::Products;
 use crate::router_fit::{RouterFit, RouterSums};
-use crate::search::{Found, LayerSample};
+use crate::search::LayerSample;
 use crate::selection::{Ranking, Scores};
 use crate::tokens::Part;
 use crate::{CalibrationTokens, Error, Result, matrix};
 
-mod costs;
 mod loading;
 #[cfg(test)]
 mod tests;
-
-pub use costs::Division;
 
 /// Which heads are shared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,9 +29,6 @@ pub enum Shared {
     Calibrated,
     /// Chosen by measurement, their number too; as many heads are active as in the configuration.
     CalibratedNumber,
-    /// Chosen by measurement, their number and that of the active heads too: so many heads are active in
-    /// all layers together, a multiple of those that the router selects together.
-    CalibratedTotal(usize),
 }
 
 /// What a calibration chooses and changes.
@@ -105,8 +99,7 @@ const ELEMENTS: usize = 1 << 15;
 
 /// How a caller watches a calibration.
 pub struct Watch<'a> {
-    /// Called with the layers that are done and all, before each. With [`Shared::CalibratedTotal`] layers are measured, and
-    /// conversions compared, before; so they count several times.
+    /// Called with the layers that are done and all, before each.
     pub progress: &'a mut dyn FnMut(usize, usize),
     /// Asked before each pass whether the calibration stops.
     pub is_stopped: &'a (dyn Fn() -> bool + Sync),
@@ -130,26 +123,13 @@ pub trait LayerStore<E> {
     fn keep(&mut self, found: FoundLayer) -> Result<(), E>;
 }
 
-/// Of layers that are measured for a comparison.
-struct KeepsNothing;
-
-impl<E> LayerStore<E> for KeepsNothing {
-    fn known(&mut self, _: usize) -> Result<Option<FoundLayer>, E> {
-        Ok(None)
-    }
-
-    fn keep(&mut self, _: FoundLayer) -> Result<(), E> {
-        Ok(())
-    }
-}
-
 /// The source of a model's weights: writes a tensor by its name.
 type Source<'a, E> = &'a mut dyn FnMut(&str, &mut [f32]) -> Result<(), E>;
 
 /// Calibrates the conversion of the dense model that `config` describes, on one device.
 ///
-/// `weights` writes each tensor by its name. Layers that `store` knows are not measured again, but for the numbers of heads
-/// of [`Shared::CalibratedTotal`]. The result is `None` if the calibration is stopped.
+/// `weights` writes each tensor by its name. Layers that `store` knows are not measured again. The result is `None` if the
+/// calibration is stopped.
 ///
 /// # Errors
 /// Fails if `weights` or `store` fails, if the routing does not fit the model, if a fit is not
@@ -174,21 +154,6 @@ pub fn calibrate<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
     if was_stopped.load(Ordering::Relaxed) { Ok(None) } else { found.map(Some) }
 }
 
-/// The work on layers, as a caller sees it.
-struct Steps<'p> {
-    progress: &'p mut dyn FnMut(usize, usize),
-    done: usize,
-    all: usize,
-}
-
-impl Steps<'_> {
-    /// Tells of the next layer.
-    fn next(&mut self) {
-        (self.progress)(self.done, self.all);
-        self.done += 1;
-    }
-}
-
 /// A calibration between two layers.
 struct Job<'a, B: Backend, E> {
     backend: &'a B,
@@ -202,18 +167,8 @@ struct Job<'a, B: Backend, E> {
     judged_sums: ProductSums<'a, B>,
     /// Of a router whose matrix is fitted.
     router_sums: Option<RouterSums<'a, B>>,
-    /// The heads of each layer that are chosen already.
-    chosen: Vec<Choice>,
     streams: Streams,
     is_stopped: IsStopped<'a>,
-}
-
-/// What is known of a layer's heads before its set is searched for.
-#[derive(Debug, Clone, Copy, PartialEq)]
-struct Choice {
-    active: usize,
-    /// Which ones, if a search has found them.
-    heads: Option<LayerHeads>,
 }
 
 /// The residual streams before a layer, `[tokens, hidden_size]`.
@@ -261,7 +216,6 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         let router = router.map(|buffers| {
             RouterSums::new(sums(buffers), config.num_attention_heads, options.moh.router)
         });
-        let of_layer = |layer| Choice { active: options.moh.layer(layer).active(), heads: None };
         Ok(Job {
             backend,
             config,
@@ -272,7 +226,6 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
             sums: sums(fit),
             judged_sums: sums(search),
             router_sums: router,
-            chosen: (0..config.num_hidden_layers).map(of_layer).collect(),
             streams: Streams { calibrated: dense.clone(), dense },
             is_stopped,
         })
@@ -283,11 +236,19 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         store: &mut dyn LayerStore<E>,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Calibration, E> {
-        let mut steps = Steps { progress, done: 0, all: self.config.num_hidden_layers };
-        if let Shared::CalibratedTotal(total) = self.options.shared {
-            self.divide(total, &mut steps)?;
+        let mut layers = Vec::new();
+        for layer in 0..self.config.num_hidden_layers {
+            progress(layer, self.config.num_hidden_layers);
+            layers.push(match store.known(layer)? {
+                Some(known) => self.known_layer(layer, known)?,
+                None => {
+                    let found = self.layer(layer)?;
+                    let calibration = found.calibration.clone();
+                    store.keep(found)?;
+                    calibration
+                }
+            });
         }
-        let layers = self.convert(store, &mut steps)?;
         let held_out: Vec<usize> = self.tokens.passes.of(Part::HeldOut).collect();
         let streams = [&self.streams.dense, &self.streams.calibrated];
         let [dense, calibrated] = streams.map(|stream| self.of_passes(stream, &held_out));
@@ -307,36 +268,13 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         Ok(Calibration { moh, layers, losses, losses_of_texts })
     }
 
-    /// Converts the layers in order.
-    fn convert(
-        &mut self,
-        store: &mut dyn LayerStore<E>,
-        steps: &mut Steps<'_>,
-    ) -> Result<Vec<LayerCalibration>, E> {
-        let mut layers = Vec::new();
-        for layer in 0..self.config.num_hidden_layers {
-            steps.next();
-            let found = match store.known(layer)? {
-                Some(known) => self.known_layer(layer, known)?,
-                None => {
-                    let found = self.layer(layer)?;
-                    let calibration = found.calibration.clone();
-                    store.keep(found)?;
-                    calibration
-                }
-            };
-            layers.push(found);
-        }
-        Ok(layers)
-    }
-
     /// Moves the residual streams behind a layer that was found before.
     fn known_layer(&mut self, layer: usize, known: FoundLayer) -> Result<LayerCalibration, E> {
         let FoundLayer { calibration, projection } = known;
         self.load(layer, None, calibration.router.as_ref())?;
         let heads = LayerHeads { shared: calibration.shared, top_k: calibration.top_k };
         let moh = self.options.moh.of_layer_alone(layer).of_one_layer(heads);
-        let routed = self.measure(&moh, true).map_err(|error| error.in_layer(layer))?;
+        let routed = self.measure(&moh).map_err(|error| error.in_layer(layer))?;
         self.load(layer, projection.as_deref(), calibration.router.as_ref())?;
         self.advance(&routed.outputs)?;
         Ok(calibration)
@@ -349,7 +287,7 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         let router = self.fit_router(layer, &old)?;
         let in_layer = |error: Error| error.in_layer(layer);
         let moh = self.choose(layer, &old).map_err(in_layer)?;
-        let Routed { measured, outputs } = self.measure(&moh, true).map_err(in_layer)?;
+        let Routed { measured, outputs } = self.measure(&moh).map_err(in_layer)?;
         let old = matrix::<f64>(&old, self.config.query_width());
         let error_before = measured.held_out.error(old.view());
         let refit = self.refit(layer, measured, old.view(), router.as_ref())?;
@@ -367,9 +305,8 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         Ok(FoundLayer { calibration, projection: refit.map(|refit| refit.projection) })
     }
 
-    /// What the fits of a layer with this routing read; `moves` is whether the dense model's residual stream moves
-    /// behind the layer.
-    fn measure(&mut self, moh: &MohConfig, moves: bool) -> Result<Routed> {
+    /// What the fits of a layer with this routing read; the dense model's residual stream moves behind the layer.
+    fn measure(&mut self, moh: &MohConfig) -> Result<Routed> {
         let (passes, inputs) = (&self.tokens.passes, self.config.query_width());
         let mut outputs = vec![0f32; passes.tokens() * inputs];
         let mut of_part = |part| {
@@ -377,9 +314,7 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
                 let stream = passes.elements(pass, self.config.hidden_size);
                 let dense = &mut self.streams.dense[stream.clone()];
                 let after = self.block.forward(dense, None)?;
-                if moves {
-                    dense.copy_from_slice(&after.output);
-                }
+                dense.copy_from_slice(&after.output);
                 let x = &self.streams.calibrated[stream];
                 let of_pass = &mut outputs[passes.elements(pass, inputs)];
                 attend(&mut self.block, self.config.head_dim, moh, x, of_pass)?;
@@ -416,29 +351,14 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
     fn choose(&mut self, layer: usize, projection: &[f32]) -> Result<MohConfig> {
         let given = self.options.moh.of_layer_alone(layer);
         let (counts, heads) = (given.layer(0), self.config.num_attention_heads);
-        let Choice { active, heads: known } = self.chosen[layer];
-        if let Some(known) = known {
-            return Ok(given.of_one_layer(known));
-        }
-        let stays_dense = counts.shared.len() == heads && active == heads;
-        if self.options.shared == Shared::Given || stays_dense {
+        if self.options.shared == Shared::Given || counts.shared.len() == heads {
             return Ok(given);
         }
         let sample = self.sample(projection)?;
-        let given_number = (counts.active() == active).then_some(counts.shared.len());
-        let best = self.best_heads(&sample, given_number, active)?;
+        let active = counts.active();
+        let numbers = sample.ranking.numbers(self.options.shared, counts.shared.len(), active);
+        let best = sample.best_set(&mut self.judged_sums, &numbers, active)?;
         Ok(given.of_one_layer(best.heads))
-    }
-
-    /// The best heads of a layer of which so many are active, `given` shared ones among those compared.
-    fn best_heads(
-        &mut self,
-        sample: &LayerSample,
-        given: Option<usize>,
-        active: usize,
-    ) -> Result<Found> {
-        let numbers = sample.ranking.numbers(self.options.shared, given, active);
-        sample.best_set(&mut self.judged_sums, &numbers, active)
     }
 
     /// The heads' outputs in the dense model, for the tokens of a search.

@@ -4,7 +4,6 @@
 //! A layer and the residual streams of the calibration tokens are in memory, nothing else of the model.
 //! The same tokens give the same bits on a CPU, on any number of threads.
 
-mod budget;
 mod error;
 mod head_grams;
 mod layers;
@@ -17,11 +16,12 @@ mod tokens;
 
 pub use error::{Error, Result};
 pub use layers::{
-    Calibration, CalibrationOptions, Division, FoundLayer, LayerCalibration, LayerStore, Losses,
-    Shared, Watch, calibrate,
+    Calibration, CalibrationOptions, FoundLayer, LayerCalibration, LayerStore, Losses, Shared,
+    Watch, calibrate,
 };
 pub use products::CalibrationBuffers;
 pub use router_fit::RouterFit;
+pub use search::{FITS as MOST_FITS, judged_outputs};
 pub use tokens::{CalibrationPasses, CalibrationTokens};
 
 /// Lambda of a router's fit, in means of the diagonal of F^T F.

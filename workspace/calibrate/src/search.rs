@@ -16,8 +16,8 @@ use crate::{Error, Result, matrix};
 
 /// Most sets of one size that are all compared; of more, good ones are built.
 const MOST_SETS: usize = 128;
-/// Most of them that are judged by a fit, of all sizes together.
-const FITS: usize = 64;
+/// Most sets of a layer that are judged by a fit where all sizes have few sets.
+pub const FITS: usize = 64;
 /// Lambda of these fits, in means of the diagonal of F^T F: on SmolLM2-135M, 0.1 chooses better sets than 0.001 does.
 const RIDGE: f64 = 0.1;
 /// Tokens by which sets are judged without a fit.
@@ -55,7 +55,7 @@ pub(crate) struct Found {
 }
 
 /// The outputs by which sets are judged in a layer of `width` outputs.
-pub(crate) fn judged_outputs(width: usize) -> usize {
+pub fn judged_outputs(width: usize) -> usize {
     width.min(OUTPUTS)
 }
 

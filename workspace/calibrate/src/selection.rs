@@ -42,14 +42,14 @@ impl Ranking {
 
     /// The numbers of shared heads that are compared, `given` among them, beside which tokens select at least
     /// one head, if the router selects any.
-    pub fn numbers(&self, shared: Shared, given: Option<usize>, active: usize) -> Vec<usize> {
+    pub fn numbers(&self, shared: Shared, given: usize, active: usize) -> Vec<usize> {
         if !self.router.selects() {
             return vec![active];
         }
-        if let (Shared::Calibrated, Some(given)) = (shared, given) {
+        if shared == Shared::Calibrated {
             return vec![given];
         }
-        let mut numbers: Vec<usize> = self.shared_numbers(active).chain(given).collect();
+        let mut numbers: Vec<usize> = self.shared_numbers(active).chain([given]).collect();
         numbers.retain(|&shared| shared < active && self.fits(shared, active - shared));
         numbers.sort_unstable();
         numbers.dedup();

@@ -11,7 +11,7 @@ use moh_calibrate::{CalibrationOptions, Shared};
 use moh_convert::{Calibrated, ConversionOptions, beside};
 use moh_kernels::ElementType;
 use moh_kernels::open_device::OpenDevice;
-use moh_model::{Active, HeadCounts, SharedHeadSets};
+use moh_model::{HeadCounts, SharedHeadSets};
 use moh_program::arguments::at_least;
 use moh_program::exit;
 use moh_program::models::NamedModel;
@@ -102,17 +102,8 @@ impl CalibrationArguments {
     /// Refuses options that need a calibration, and heads that are given where a measurement chooses them.
     pub(crate) fn check(
         &self,
-        active: Option<&Active>,
         shared_heads: Option<&HeadCounts>,
     ) -> Result<(), (ErrorKind, &'static str)> {
-        let chooses = matches!(active, Some(Active::Average(_)));
-        let gives = shared_heads.is_some()
-            || matches!(self.shared, Some(SharedChoice::First | SharedChoice::Ids(_)));
-        if chooses && gives {
-            let message = "--active auto:R chooses the heads of each layer: leave out --shared-heads, and --shared \
-                           but for calibrated";
-            return Err((ErrorKind::ArgumentConflict, message));
-        }
         if shared_heads.is_some() && matches!(self.shared, Some(SharedChoice::Ids(_))) {
             let message =
                 "--shared with the ids of heads gives their numbers too: leave out --shared-heads";
@@ -123,9 +114,6 @@ impl CalibrationArguments {
         }
         let missing = |message| Err((ErrorKind::MissingRequiredArgument, message));
         match (&self.shared, self.refit) {
-            _ if chooses => {
-                missing("--active auto:R needs a text to measure heads on: --calibration")
-            }
             (Some(SharedChoice::Calibrated), _) => {
                 missing("--shared calibrated needs a text to measure heads on: --calibration")
             }
@@ -155,11 +143,9 @@ impl CalibrationArguments {
             return Ok(None);
         }
         let config = options.source_config()?;
-        let total = options.attention.total(&config)?;
         let Some(moh) = options.attention.configure(&config)? else { return Ok(None) };
-        let shared = match (&self.shared, total) {
-            (_, Some(total)) => Shared::CalibratedTotal(total),
-            (Some(SharedChoice::First | SharedChoice::Ids(_)), _) => Shared::Given,
+        let shared = match &self.shared {
+            Some(SharedChoice::First | SharedChoice::Ids(_)) => Shared::Given,
             _ if chooses_number => Shared::CalibratedNumber,
             _ => Shared::Calibrated,
         };

@@ -51,13 +51,6 @@ impl TargetAttention {
     pub fn configure(&self, model: &ModelConfig) -> Result<Option<MohConfig>, Error> {
         Ok(self.request().map(|request| request.for_model(model)).transpose()?)
     }
-
-    /// The active heads of all layers of `model` together, if a share of these is asked for.
-    pub fn total(&self, model: &ModelConfig) -> Result<Option<usize>, Error> {
-        let Some(request) = self.request() else { return Ok(None) };
-        let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
-        Ok(request.total(heads, kv_heads, model.num_hidden_layers, model.moh.as_ref())?)
-    }
 }
 
 /// The input, output and settings of a conversion.

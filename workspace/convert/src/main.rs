@@ -67,10 +67,9 @@ struct Arguments {
     #[arg(allow_hyphen_values = true)]
     shared_heads: Option<HeadCounts>,
     /// Fraction of the heads that are active for a token [default: a Mixture-of-Head model's own, or
-    /// 0.75]; with auto:R, of the heads of all layers together, of which --calibration gives each layer
-    /// the number that it needs
-    #[arg(long, value_name = "R|auto:R", conflicts_with = "routed_top_k", value_parser = parse_active)]
-    active: Option<Active>,
+    /// 0.75]
+    #[arg(long, value_name = "R", conflicts_with = "routed_top_k")]
+    active: Option<f64>,
     /// Active routed heads per token, for all layers or for each; 0 leaves the routed heads inactive
     #[arg(long, value_name = "K[,K...]", value_parser = parse_head_counts)]
     #[arg(allow_hyphen_values = true)]
@@ -154,17 +153,6 @@ fn parse_size(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Parses a share of active heads, of each layer or, after `auto:`, of all layers together.
-fn parse_active(text: &str) -> Result<Active, String> {
-    let share = |text: &str| {
-        text.parse::<f64>().map_err(|_| "expected a share such as 0.75, or auto:0.75".to_owned())
-    };
-    match text.strip_prefix("auto:") {
-        Some(average) => share(average).map(Active::Average),
-        None => share(text).map(Active::Share),
-    }
-}
-
 /// Parses a head count, or one for each layer, separated by commas.
 fn parse_head_counts(text: &str) -> Result<HeadCounts, String> {
     let count = |text: &str| {
@@ -213,7 +201,7 @@ fn attention(arguments: &Arguments) -> Option<TargetAttention> {
         }
         return Some(TargetAttention::Dense);
     }
-    let active = routed_top_k.map(Active::RoutedTopK).or(active);
+    let active = routed_top_k.map(Active::RoutedTopK).or(active.map(Active::Share));
     let shared_heads = shared_heads.map(SharedHeadSets::First);
     Some(TargetAttention::Moh(HeadRequest { router, shared_heads, active }))
 }
@@ -227,8 +215,7 @@ fn trained_attention(checkpoint: &RunCheckpoint) -> anyhow::Result<TargetAttenti
 }
 
 fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let checked =
-        arguments.calibration.check(arguments.active.as_ref(), arguments.shared_heads.as_ref());
+    let checked = arguments.calibration.check(arguments.shared_heads.as_ref());
     if let Err((kind, message)) = checked {
         Arguments::command().error(kind, message).exit();
     }

@@ -12,7 +12,6 @@ use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, Memory, Purpose, QkvShape, Workspace};
 use serde::{Deserialize, Serialize};
 
-use crate::attention_output::AttentionOutputs;
 use crate::layers::{
     ActivationGradients, BlockBuffers, HeadBuffers, RecomputableBlock, SavedBlock, Scratch, Tokens,
 };
@@ -49,8 +48,6 @@ pub struct Activations<B: Memory, T: Element> {
     pub(crate) passes: Vec<PassActivations<B, T>>,
     pub(crate) scratch: Scratch<B, T>,
     pub(crate) head: HeadBuffers<B, T>,
-    /// With an attention-output loss.
-    pub(crate) attention_outputs: Option<AttentionOutputs<B, T>>,
     /// In training.
     pub(crate) gradients: Option<ActivationGradients<B, T>>,
 }
@@ -145,8 +142,6 @@ impl<M: Workspace, T: Element> Activations<M, T> {
             Ok::<_, Error>((micro_batches, passes.collect::<Result<_>>()?))
         };
         let (micro_batches, passes) = memory.for_purpose(Purpose::Activations, saved)?;
-        let attention_outputs =
-            memory.for_purpose(Purpose::Activations, || AttentionOutputs::new(memory, sizes))?;
         let gradients = || ActivationGradients::new(memory, sizes);
         let gradients = || memory.for_purpose(Purpose::ActivationGradients, gradients);
         Ok(Activations {
@@ -157,7 +152,6 @@ impl<M: Workspace, T: Element> Activations<M, T> {
             passes,
             scratch: Scratch::new(memory, sizes)?,
             head: HeadBuffers::new(memory, sizes)?,
-            attention_outputs,
             gradients: sizes.pass.training.then(gradients).transpose()?,
         })
     }

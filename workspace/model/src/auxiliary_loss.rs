@@ -10,24 +10,19 @@ pub enum AuxiliaryLoss {
     Balance,
     /// The divergence from a teacher's distribution ([`crate::Teacher`]), averaged over the targets.
     Distillation,
-    /// The error of the attention outputs for a teacher's inputs ([`crate::AttentionOutputLoss`]), averaged over layers
-    /// and tokens.
-    AttentionOutput,
 }
 
 const COUNT: usize = AuxiliaryLoss::ALL.len();
 
 impl AuxiliaryLoss {
     /// Every loss.
-    pub const ALL: [AuxiliaryLoss; 3] =
-        [AuxiliaryLoss::Balance, AuxiliaryLoss::Distillation, AuxiliaryLoss::AttentionOutput];
+    pub const ALL: [AuxiliaryLoss; 2] = [AuxiliaryLoss::Balance, AuxiliaryLoss::Distillation];
 
     /// Its name in metrics and TensorBoard.
     pub fn name(self) -> &'static str {
         match self {
             AuxiliaryLoss::Balance => "balance_loss",
             AuxiliaryLoss::Distillation => "distillation_loss",
-            AuxiliaryLoss::AttentionOutput => "attention_output_loss",
         }
     }
 }

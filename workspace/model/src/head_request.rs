@@ -6,8 +6,7 @@
 //! half of the active heads are, rounded down. The other active heads are routed: k = a - shared.
 //!
 //! Whole groups are counted instead of heads where a router selects them together, and then each stands
-//! for its heads. Where as many heads of every group are selected, a is rounded to a multiple of the
-//! groups, and none is shared. Without a router all active heads are shared.
+//! for its heads. Without a router all active heads are shared.
 
 use crate::router::HeadGroups;
 use crate::{Error, HeadCounts, ModelConfig, MohConfig, Result, RouterKind, SharedHeadSets};
@@ -23,9 +22,6 @@ const PRODUCT_ERROR: f64 = 1e-9;
 pub enum Active {
     /// This share of all heads, shared ones included.
     Share(f64),
-    /// This share of the heads of all layers together, of which a measurement gives each layer its part
-    /// ([`HeadRequest::total`]); without one, the nearest number that every layer can route.
-    Average(f64),
     /// The shared heads and this many routed heads.
     RoutedTopK(HeadCounts),
 }
@@ -57,8 +53,6 @@ pub struct HeadRequest {
 struct Share {
     share: f64,
     is_default: bool,
-    /// Whether it is that of all layers together.
-    is_average: bool,
     router: RouterKind,
     /// The heads in whose multiples they become active.
     unit: usize,
@@ -111,43 +105,6 @@ impl HeadRequest {
         self.resolve(heads, kv_heads, model.num_hidden_layers, model.moh.as_ref())
     }
 
-    /// The active heads of all layers together, as [`HeadRequest::resolve`] has them, if the request is for
-    /// an average share: rounded half up, to what the router can route.
-    ///
-    /// # Errors
-    /// Fails if the share is not in 0..=1, leaves a layer without an active head, or is all heads of all
-    /// layers.
-    pub fn total(
-        &self,
-        heads: usize,
-        kv_heads: usize,
-        layers: usize,
-        source: Option<&MohConfig>,
-    ) -> Result<Option<usize>> {
-        let Some(Active::Average(average)) = self.active else { return Ok(None) };
-        let refuse = |reason: String| Err(Error::Invalid(reason));
-        if !(0.0..=1.0).contains(&average) {
-            return refuse(format!(
-                "--active auto:{average}: must be a share of the heads, 0 to 1"
-            ));
-        }
-        let unit = self.router(source).unit(HeadGroups { heads, kv_heads });
-        let total = rounded(average, layers * (heads / unit)) * unit;
-        let named = format!("--active auto:{average} of {layers} layers of {heads} heads");
-        if total < layers * unit {
-            return refuse(format!(
-                "{named} is {total} active {}, and each layer needs at least {unit}: use a larger share",
-                if total == 1 { "head" } else { "heads" }
-            ));
-        }
-        if total == layers * heads {
-            return refuse(format!(
-                "{named} is all heads, which leaves nothing to choose: use a smaller share"
-            ));
-        }
-        Ok(Some(total))
-    }
-
     fn router(&self, source: Option<&MohConfig>) -> RouterKind {
         self.router.or(source.map(|moh| moh.router)).unwrap_or(RouterKind::QueryNorm)
     }
@@ -163,8 +120,7 @@ impl HeadRequest {
         let groups = HeadGroups { heads, kv_heads };
         let share = self.share(groups, source)?;
         let active = share.active(heads);
-        // An average is met by all layers together.
-        if share.is_average || (share.share * heads as f64 - active as f64).abs() < PRODUCT_ERROR {
+        if (share.share * heads as f64 - active as f64).abs() < PRODUCT_ERROR {
             return None;
         }
         let met = format!("{:.3}", active as f64 / heads as f64);
@@ -182,10 +138,7 @@ impl HeadRequest {
         source: Option<&MohConfig>,
     ) -> Option<String> {
         let groups = HeadGroups { heads, kv_heads };
-        let share = self.share(groups, source).filter(|share| {
-            // The numbers of an average share are those of a measurement.
-            self.shared_heads.is_none() && !share.is_average
-        })?;
+        let share = self.share(groups, source).filter(|_| self.shared_heads.is_none())?;
         let (active, shared) = (share.active(heads), share.default_shared_heads(heads));
         if share.unit > 1 || active < 2 || active - shared != 1 {
             return None;
@@ -207,28 +160,16 @@ impl HeadRequest {
         let unit = router.unit(groups);
         let (share, is_default) = match (&self.active, source) {
             (Some(Active::Share(share)), _) => (*share, false),
-            (Some(Active::Average(share)), _) => (nearest(*share, groups.heads / unit), false),
             (None, None) => (DEFAULT_ACTIVE_SHARE, true),
             (Some(Active::RoutedTopK(_)), _) | (None, Some(_)) => return None,
         };
-        let is_average = matches!(self.active, Some(Active::Average(_)));
-        Some(Share { share, is_default, is_average, router, unit })
+        Some(Share { share, is_default, router, unit })
     }
 }
 
 /// A share of a number of heads or of groups of them, rounded half up.
 fn rounded(share: f64, number: usize) -> usize {
     (share * number as f64 + PRODUCT_ERROR + 0.5).floor() as usize
-}
-
-/// The share of `number` heads or groups that is nearest to `share`, and neither none nor all of them; one that is
-/// none stays as it is.
-fn nearest(share: f64, number: usize) -> f64 {
-    if !(0.0..=1.0).contains(&share) {
-        return share;
-    }
-    let most = number.saturating_sub(1).max(1);
-    rounded(share, number).clamp(1, most) as f64 / number as f64
 }
 
 impl Share {

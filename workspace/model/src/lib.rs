@@ -51,7 +51,6 @@
 
 mod activations;
 mod architecture;
-mod attention_output;
 mod auxiliary_loss;
 mod block_pass;
 pub mod config;
@@ -83,7 +82,6 @@ pub mod tensors;
 
 pub use activations::{Activations, PassShape, PassSlot, Recompute, Slots};
 pub use architecture::Architecture;
-pub use attention_output::AttentionOutputLoss;
 pub use auxiliary_loss::{AuxiliaryLoss, AuxiliaryLosses};
 pub use block_pass::{
     BlockOutput, BlockPass, EndsPass, block_alone, ends_alone, most_windows, pass_alone,

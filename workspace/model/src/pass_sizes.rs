@@ -16,10 +16,7 @@ pub enum PassRole {
     #[default]
     Alone,
     /// Those of the model that learns: its loss has a [`Teacher`](crate::Teacher).
-    Student {
-        /// Whether its attention outputs learn the teacher's ([`AttentionOutputLoss`](crate::AttentionOutputLoss)).
-        attention_output: bool,
-    },
+    Student,
     /// Those of the teacher, which has no backward pass and no loss of its own.
     Teacher,
 }
@@ -99,7 +96,7 @@ impl<'a> PassSizes<'a> {
 
     pub(crate) fn head(&self) -> HeadShape {
         let shape = self.share().head_shape(self.config, self.tokens());
-        shape.with_teacher(matches!(self.role, PassRole::Student { .. }))
+        shape.with_teacher(self.role == PassRole::Student)
     }
 
     pub(crate) fn working_set(&self) -> WorkingSet {

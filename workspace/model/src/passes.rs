@@ -4,14 +4,12 @@ use moh_comm::Reduce;
 use moh_kernels::{Backend, Element, span};
 
 use crate::activations::{Activations, MicroBatch, PassActivations, PassSlot, Recompute};
-use crate::attention_output::{AttentionOutputLoss, TaughtLayer};
-use crate::layers::{BackwardContext, BlockBuffers, HeadBuffers, HeadPass, Scratch, Tokens};
+use crate::layers::{BackwardContext, HeadBuffers, HeadPass, Scratch, Tokens};
 use crate::layout::ModelLayout;
 use crate::model::{LossConfig, Model};
 use crate::parameters::{FlatBuffers, OnBuffer};
 use crate::pass_sizes::PassRole;
 use crate::router::RoutingStatistics;
-use crate::teacher::OnTaughtLayer;
 use crate::{AuxiliaryLoss, Error, Result, StepSums};
 
 /// Message tags of the residual stream and of its gradient.
@@ -54,9 +52,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         (0..self.parallel.part().chunks.len()).try_for_each(|chunk| {
             let slot = PassSlot { chunk, ..PassSlot::default() };
             let ready: OnBuffer<'_, B, T> = &mut |_, _| Ok(());
-            if matches!(activations.role, PassRole::Student { .. }) {
-                let loss = None::<AttentionOutputLoss<'_, B, f32>>;
-                self.teach_chunk(activations, slot, loss, sums, ready)?;
+            if activations.role == PassRole::Student {
+                self.teach_chunk(activations, slot)?;
             }
             let routed = routed.as_mut().map(|(statistics, tokens)| (&mut **statistics, *tokens));
             self.forward_chunk(activations, slot, sums, ready, routed)
@@ -104,16 +101,11 @@ impl<B: Backend, T: Element> Model<B, T> {
         &mut self,
         mut buffers: ForwardBuffers<'_, B, T>,
         chunk: usize,
-        taught: OnTaughtLayer<'_, B, T>,
     ) -> Result<()> {
         let ready: OnBuffer<'_, B, T> = &mut |_, _| Ok(());
         self.begin_chunk(&mut buffers, chunk, ready)?;
         for (i, layer) in self.parallel.part().chunks[chunk].clone().enumerate() {
             self.forward_block(&mut buffers, i, layer, ready)?;
-            let (cx, block) = (self.context(buffers.tokens), &self.layers.blocks[layer]);
-            let (input, _, blocks) = buffers.pass.around(i);
-            let BlockBuffers { saved, scratch, .. } = blocks.buffers(i, buffers.scratch);
-            taught(layer, TaughtLayer { cx, block, input, saved: &saved.attention, scratch })?;
         }
         self.end_chunk(&mut buffers, chunk, ready)
     }
@@ -250,7 +242,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             let output = &stream[parallel.part().chunks[slot.chunk].len()];
             let scale = losses.auxiliary[AuxiliaryLoss::Distillation];
             let teacher = match *role {
-                PassRole::Student { .. } => Some((self.teacher()?, scale)),
+                PassRole::Student => Some((self.teacher()?, scale)),
                 PassRole::Alone | PassRole::Teacher => None,
             };
             let head_span = span::enter("head");

@@ -11,14 +11,12 @@ const CROSS_ENTROPY: usize = 0;
 const DISTILLATION: usize = 1;
 const SQUARED_NORM: usize = 2;
 const BALANCE: usize = 3;
-const ATTENTION_OUTPUT: usize = 4;
 const COUNT: usize = 2 + AuxiliaryLoss::ALL.len();
 
 const fn place(loss: AuxiliaryLoss) -> usize {
     match loss {
         AuxiliaryLoss::Balance => BALANCE,
         AuxiliaryLoss::Distillation => DISTILLATION,
-        AuxiliaryLoss::AttentionOutput => ATTENTION_OUTPUT,
     }
 }
 
@@ -30,8 +28,7 @@ pub struct StepSums<B: Memory>(B::Buffer<f64>);
 pub struct Sums {
     /// Cross-entropy of the targets, in nats.
     pub cross_entropy: f64,
-    /// The auxiliary losses, each summed over what it is a mean of: balance over micro-batches, distillation over targets,
-    /// attention outputs over layers and tokens.
+    /// The auxiliary losses, each summed over what it is a mean of: balance over micro-batches, distillation over targets.
     pub auxiliary: AuxiliaryLosses<f64>,
     /// Squared gradients.
     pub squared_norm: f64,

@@ -6,13 +6,12 @@
 //! backward pass but the input of its head, until the student's head has read it.
 
 use moh_kernels::cross_entropy::HeadTeacher;
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Backend, Element, span};
 
 use crate::activations::MicroBatch;
-use crate::attention_output::TaughtLayer;
 use crate::layers::Tokens;
 use crate::passes::ForwardBuffers;
-use crate::{Activations, Error, Model, PassShape, PassSizes, Result};
+use crate::{Activations, Error, Model, PassShape, PassSizes, PassSlot, Result};
 
 /// How a teacher's distribution is learned.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -23,13 +22,7 @@ pub struct Distillation {
     pub cross_entropy: f64,
     /// By which both models' logits are divided before the softmax of the distillation loss.
     pub temperature: f64,
-    /// Weight of the attention-output loss ([`crate::AttentionOutputLoss`]); 0 for none.
-    pub attention_output: f64,
 }
-
-/// Called with the number of a layer, and what the teacher has of it.
-pub(crate) type OnTaughtLayer<'a, B, T> =
-    &'a mut dyn FnMut(usize, TaughtLayer<'_, B, T>) -> Result<()>;
 
 /// A frozen model with the buffers of its passes.
 pub struct Teacher<B: Backend, T: Element> {
@@ -61,20 +54,14 @@ impl<B: Backend, T: Element> Teacher<B, T> {
         &self.model
     }
 
-    /// The forward pass of a student's micro-batch through one chunk of this rank's part; `taught` is called with each
-    /// layer after its pass.
-    pub(crate) fn forward_chunk(
-        &mut self,
-        micro_batch: &MicroBatch<B>,
-        chunk: usize,
-        taught: OnTaughtLayer<'_, B, T>,
-    ) -> Result<()> {
+    /// The forward pass of a student's micro-batch through one chunk of this rank's part.
+    fn forward_chunk(&mut self, micro_batch: &MicroBatch<B>, chunk: usize) -> Result<()> {
         let Activations { shape, passes, scratch, head, .. } = &mut self.activations;
         let (ids, tokens) = (&micro_batch.ids, micro_batch.tokens(*shape));
         let (pass, scratch) = (&mut passes[0], &mut *scratch);
         let buffers =
             ForwardBuffers { ids, tokens, pass, scratch: &mut *scratch, head: &mut *head };
-        self.model.forward_frozen(buffers, chunk, taught)?;
+        self.model.forward_frozen(buffers, chunk)?;
         if self.model.parallel().ends_with(chunk) {
             // The student's head reads all rows.
             let cx = self.model.context(Tokens::whole(*shape));
@@ -130,9 +117,14 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.teacher.as_deref().ok_or_else(no_teacher)
     }
 
-    /// Takes the teacher, which the caller puts back.
-    pub(crate) fn take_teacher(&mut self) -> Result<Box<Teacher<B, T>>> {
-        self.teacher.take().ok_or_else(no_teacher)
+    /// The teacher's forward pass through one chunk, which precedes the model's own ([`Model::forward_chunk`]).
+    ///
+    /// # Errors
+    /// As [`Model::forward_chunk`]; fails without a teacher.
+    pub fn teach_chunk(&mut self, activations: &Activations<B, T>, slot: PassSlot) -> Result<()> {
+        let _span = span::enter("teacher");
+        let teacher = self.teacher.as_mut().ok_or_else(no_teacher)?;
+        teacher.forward_chunk(&activations.micro_batches[slot.micro_batch], slot.chunk)
     }
 }
 

@@ -1,7 +1,7 @@
 //! What the calibration of a stage's conversion takes on the first rank (crate `moh-calibrate`), before the stage's first
 //! step. The formulas are in `docs/plan.md`.
 
-use moh_calibrate::{CalibrationBuffers, CalibrationPasses, Division, Shared};
+use moh_calibrate::{CalibrationBuffers, CalibrationPasses, MOST_FITS, Shared, judged_outputs};
 use moh_kernels::Purpose;
 use moh_model::model_parallel::ModelPart;
 use moh_model::{
@@ -18,24 +18,22 @@ use crate::Error;
 const F32: u64 = 4;
 const F64: u64 = 8;
 
-/// What crate `moh-calibrate` chooses for `moh.calibration.shared` of a stage that otherwise has the heads `moh`, in a
-/// model of `layers` layers.
-pub fn measured_heads(choice: SharedChoice, moh: &MohConfig, layers: usize) -> Shared {
+/// What crate `moh-calibrate` chooses for `moh.calibration.shared`.
+pub fn measured_heads(choice: SharedChoice) -> Shared {
     match choice {
         SharedChoice::Calibrated => Shared::Calibrated,
         SharedChoice::CalibratedNumber => Shared::CalibratedNumber,
-        SharedChoice::CalibratedTotal => {
-            Shared::CalibratedTotal((0..layers).map(|layer| moh.layer(layer).active()).sum())
-        }
         SharedChoice::Given => Shared::Given,
     }
 }
 
-/// Bytes that a calibration takes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// What a calibration takes.
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CalibrationCost {
     /// Calibration tokens, in whole sequences.
     pub tokens: u64,
+    /// FLOPs, but for the fits: of the dense and the converted model's passes, and of the sums of products.
+    pub flops: f64,
     /// Memory of the device, beside the weights and the optimiser's state.
     pub device_bytes: u64,
     /// Memory of the host.
@@ -54,23 +52,21 @@ impl CalibrationCost {
         let model = &work.model;
         let passes = passes(work, &calibration);
         let tokens = passes.tokens() as u64;
-        let shared = measured_heads(calibration.shared, &moh, model.num_hidden_layers);
-        let division = match shared {
-            Shared::CalibratedTotal(total) => {
-                Some(Division::new(model, moh.router, total, &passes))
-            }
-            _ => None,
-        };
         let (n, m) = (model.query_width() as u64, model.hidden_size as u64);
-        let streams = tokens.saturating_mul(2).saturating_add(division.map_or(0, |division| {
-            // The dense one before the first layer, and those of all numbers.
-            let streams = model.num_hidden_layers.saturating_mul(division.numbers.len());
-            let carried = division.carried_passes.saturating_mul(passes.pass());
-            tokens.saturating_add(streams.saturating_mul(carried) as u64)
-        }));
+        let streams = tokens.saturating_mul(2);
         let searched = passes.searched(calibration.search_tokens, model.query_width()) as u64;
+        let sets = if calibration.chooses_heads() { MOST_FITS as u64 } else { 0 };
+        let forward = dense.flops_per_token(work.sequence_length()).forward();
+        let products = |tokens: u64, outputs: u64| {
+            let layers = model.num_hidden_layers as f64;
+            2.0 * layers * tokens as f64 * n as f64 * (n + outputs) as f64
+        };
+        let flops = 2.0 * tokens as f64 * forward
+            + products(tokens, m)
+            + products(searched.saturating_mul(sets), judged_outputs(m as usize) as u64);
         Ok(Some(CalibrationCost {
             tokens,
+            flops,
             device_bytes: device_bytes(work, moh.router, &passes)?,
             host_bytes: host_bytes([tokens, streams, searched], n, m),
             file_bytes: calibration_bytes(&calibration, &moh, model),
@@ -169,11 +165,6 @@ mod tests {
         let routing = work.model.moh.as_ref().unwrap().layer(0);
         assert_eq!((routing.shared.len(), routing.top_k), (0, 24));
         assert_eq!(cost(number).host_bytes, given.host_bytes);
-        // Active heads that are divided among layers: 9 numbers of each. 288 streams of a sequence have more than
-        // 1 GiB, and one of all tokens is the dense model's.
-        let total =
-            cost("stage.moh.moh.calibration={ tokens = 65536, shared = \"calibrated-total\" }");
-        assert_eq!(total.host_bytes, given.host_bytes + (288 * 8192 + 65_536) * 4096 * 4);
         // A learned router alone.
         let learned = "stage.moh.moh={ router = \"linear\", shared_heads = 16, routed_top_k = 8, \
                        calibration = { tokens = 65536, shared = \"given\", refit = false } }";

@@ -121,9 +121,7 @@ fn tensor_of_part(work: &Work, part: &ModelPart) -> Volume {
     let blocks = part.num_blocks() as f64;
     // A teacher passes forward alone.
     let teacher = if work.teacher.is_some() { 1.0 } else { 0.0 };
-    // The student's attention once more, and a reduce-scatter of the teacher's output.
-    let outputs = 6.0 * work.attention_output_share();
-    let of_block = of_block + 4.0 * teacher + outputs;
+    let of_block = of_block + 4.0 * teacher;
     let blocks = (activation * of_block + router(work, part, blocks)) * blocks;
     // Forward and backward; each rank's logarithm of its sum, and the target's logit.
     let embedding = activation * if part.first { 2.0 + teacher } else { 0.0 };

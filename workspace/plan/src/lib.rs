@@ -100,8 +100,7 @@ pub struct StagePlan {
     pub memory: RankMemory,
     /// Forward FLOPs per token.
     pub forward_flops: f64,
-    /// Training FLOPs per token, a teacher's forward pass among them, and the stage's mean of those of the
-    /// attention-output loss.
+    /// Training FLOPs per token, a teacher's forward pass among them.
     pub training_flops: f64,
     /// Training FLOPs per token if all heads were active.
     pub dense_training_flops: f64,
@@ -202,10 +201,7 @@ fn plan_stage(recipe: &Recipe, stage: &Stage, model: &ModelConfig) -> Result<Sta
     let work = Work::alone(recipe, stage, model)?;
     let flops = work.model.flops_per_token(length);
     let teacher = work.teacher.as_ref();
-    let teacher = teacher.map_or(0.0, |teacher| teacher.flops_per_token(length).forward())
-        + work.attention_output_share()
-            * (model.num_hidden_layers as f64 * work.attention_output_linear()
-                + 3.0 * flops.attention);
+    let teacher = teacher.map_or(0.0, |teacher| teacher.flops_per_token(length).forward());
     let steps = stage.num_steps();
     Ok(StagePlan {
         name: stage.name.clone(),

@@ -300,8 +300,9 @@ impl Plan {
             return Ok(());
         }
         table.title("Calibration before a stage's first step, on the first rank")?;
-        let rows: [(&str, Value<CalibrationCost>); 4] = [
+        let rows: [(&str, Value<CalibrationCost>); 5] = [
             ("tokens", |cost| group_digits(cost.tokens)),
+            ("operations", |cost| flops(cost.flops)),
             ("memory of the device, beside the state", |cost| bytes(cost.device_bytes)),
             ("memory of the host", |cost| bytes(cost.host_bytes)),
             ("file of fitted matrices", |cost| bytes(cost.file_bytes)),
@@ -311,7 +312,13 @@ impl Plan {
                 stage.calibration.as_ref().map_or("none".to_owned(), value)
             })?;
         }
-        Ok(())
+        let Some(Rate { value, basis: Basis::Measured }) = self.device_tflops else {
+            return Ok(());
+        };
+        table.each("time, with fits more", &self.stages, |stage| {
+            let cost = stage.calibration.as_ref();
+            cost.map_or("none".to_owned(), |cost| duration(cost.flops / (value * 1e12)))
+        })
     }
 
     fn write_disk(&self, table: &mut Table) -> fmt::Result {

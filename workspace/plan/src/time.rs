@@ -115,8 +115,6 @@ fn compute(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
             + per_token.teacher_attention / attention
             + numbers_moved_forward(work) * work.recipe.run.dtype.bytes() as f64 / memory;
         head += (per_token.head / matmul) + per_token.head_bytes / memory;
-        block += work.attention_output_share()
-            * (work.attention_output_linear() / matmul + per_token.attention * 3.5 / attention);
     }
     work.tokens() as f64 * (blocks as f64 * block + if has_head { head } else { 0.0 })
 }
@@ -302,23 +300,6 @@ mod tests {
         let [alone, taught] = times(pipeline);
         let more = taught.sends / alone.sends;
         assert!(more == 1.5 || more == 2.0 || more == 1.0, "{more}");
-    }
-
-    #[test]
-    fn attention_outputs_are_learned_beside_a_teacher() {
-        let distill = |rest: &str| format!("stage.moh.distill={{ teacher = \"another\"{rest} }}");
-        let sets = [distill(""), distill(", attention_output = 1.0")];
-        let times = |layout| sets.clone().map(|set| time(&[&set], 1, layout, &round()));
-        let projections = 2.0 * 4096.0 * (2.0 * 4096.0 + 2.0 * 1024.0);
-        let linear = 3.0 * projections + 2.0 * 4096.0 * 4096.0;
-        let attention = 3.5 * 4.0 * 4096.5 * 128.0 * 24.0;
-        let [taught, outputs] = times(Layout::ALONE);
-        let token = 32.0 * (linear / 1e14 + attention / 5e13);
-        close(outputs.compute - taught.compute, 16_777_216.0 * token);
-        // Six exchanges of each block.
-        let [taught, outputs] = times(Layout { tensor: 2, ..Layout::ALONE });
-        let more = (outputs.tensor / taught.tensor - 1.0) / (192.0 / 454.0);
-        assert!((more - 1.0).abs() < 0.02, "{more}");
     }
 
     #[test]

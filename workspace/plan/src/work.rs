@@ -209,19 +209,6 @@ impl<'a> Work<'a> {
         (self.model.key_value_width() as u128).div_ceil(self.tensor())
     }
 
-    /// The share of the stage's steps that have an attention-output loss.
-    pub fn attention_output_share(&self) -> f64 {
-        let steps = self.stage.num_steps().max(1);
-        self.stage.attention_output_steps().min(steps) as f64 / steps as f64
-    }
-
-    /// A rank's FLOPs per token in the matmuls of a block's attention-output loss: those of the model's attention,
-    /// forward and backward, and the teacher's output projection once more.
-    pub fn attention_output_linear(&self) -> f64 {
-        let (queries, keys) = (self.query_width() as f64, self.key_value_width() as f64);
-        2.0 * self.model.hidden_size as f64 * (3.0 * (2.0 * queries + 2.0 * keys) + queries)
-    }
-
     /// A rank's columns of the MLP.
     pub fn mlp_width(&self) -> u128 {
         (self.model.intermediate_size as u128).div_ceil(self.tensor())

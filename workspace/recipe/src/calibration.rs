@@ -28,9 +28,6 @@ pub enum SharedChoice {
     Calibrated,
     /// Chosen by measurement, their number too; as many are active as otherwise.
     CalibratedNumber,
-    /// Chosen by measurement, their number and that of the active heads of each layer too; as many are active as
-    /// otherwise in all layers together.
-    CalibratedTotal,
     /// Those that the stage shares otherwise.
     Given,
 }
@@ -41,7 +38,6 @@ impl SharedChoice {
         match self {
             SharedChoice::Calibrated => "calibrated",
             SharedChoice::CalibratedNumber => "calibrated-number",
-            SharedChoice::CalibratedTotal => "calibrated-total",
             SharedChoice::Given => "given",
         }
     }
@@ -66,7 +62,7 @@ impl CalibrationOptions {
 
     /// Whether it chooses how many heads are shared.
     pub fn chooses_numbers(&self) -> bool {
-        matches!(self.shared, SharedChoice::CalibratedNumber | SharedChoice::CalibratedTotal)
+        self.shared == SharedChoice::CalibratedNumber
     }
 
     /// Sequences of `length` tokens that are measured.

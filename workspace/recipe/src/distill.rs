@@ -9,8 +9,7 @@ use crate::Stage;
 pub const START: &str = "start";
 
 /// `distill = { .. }` of a stage. The loss is `cross_entropy` x the cross-entropy + `weight` x T^2
-/// KL(teacher || model), both softmaxes of logits over T, the `temperature`, + `attention_output` x the error of the
-/// attention outputs.
+/// KL(teacher || model), both softmaxes of logits over T, the `temperature`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DistillOptions {
@@ -26,13 +25,6 @@ pub struct DistillOptions {
     /// The temperature, T.
     #[serde(default = "one")]
     pub temperature: f64,
-    /// Weight of the error of each layer's attention output for the teacher's input of the layer
-    /// ([`moh_model::AttentionOutputLoss`]); 0 for none.
-    #[serde(default)]
-    pub attention_output: f64,
-    /// Tokens at the beginning of the stage whose steps have this loss; by default all of the stage's.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub attention_output_tokens: Option<u64>,
 }
 
 fn one() -> f64 {
@@ -49,21 +41,8 @@ impl DistillOptions {
 impl Stage {
     /// What the stage's steps learn of a teacher.
     pub fn distillation(&self) -> Option<Distillation> {
-        let &DistillOptions { weight, cross_entropy, temperature, attention_output, .. } =
-            self.distill.as_ref()?;
-        Some(Distillation { weight, cross_entropy, temperature, attention_output })
-    }
-
-    /// The first steps of the stage, whose loss has the error of the attention outputs.
-    pub fn attention_output_steps(&self) -> u64 {
-        match &self.distill {
-            Some(DistillOptions { attention_output, attention_output_tokens: tokens, .. })
-                if *attention_output > 0.0 =>
-            {
-                tokens.map_or(u64::MAX, |tokens| self.steps_of(tokens))
-            }
-            _ => 0,
-        }
+        let &DistillOptions { weight, cross_entropy, temperature, .. } = self.distill.as_ref()?;
+        Some(Distillation { weight, cross_entropy, temperature })
     }
 
     /// The key of the stage's teacher.

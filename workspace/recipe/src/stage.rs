@@ -105,7 +105,7 @@ impl MohOptions {
         AuxiliaryLosses::new(|loss| match loss {
             AuxiliaryLoss::Balance => self.balance_loss_weight,
             // A stage's own, with its teacher.
-            AuxiliaryLoss::Distillation | AuxiliaryLoss::AttentionOutput => 0.0,
+            AuxiliaryLoss::Distillation => 0.0,
         })
     }
 }

@@ -57,9 +57,7 @@ impl StepConfig {
     /// What the model's passes are in distillation.
     pub fn role(&self) -> PassRole {
         match self.distillation {
-            Some(Distillation { attention_output, .. }) => {
-                PassRole::Student { attention_output: attention_output > 0.0 }
-            }
+            Some(_) => PassRole::Student,
             None => PassRole::Alone,
         }
     }

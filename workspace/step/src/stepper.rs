@@ -10,8 +10,8 @@ use moh_kernels::adamw::AdamW;
 use moh_kernels::ranks::share;
 use moh_kernels::{Backend, Element, span};
 use moh_model::{
-    Activations, AttentionOutputLoss, AuxiliaryLoss, AuxiliaryLosses, FlatBuffers, LossConfig,
-    Model, PassSlot, StepSums, Sums,
+    Activations, AuxiliaryLoss, AuxiliaryLosses, FlatBuffers, LossConfig, Model, PassSlot,
+    StepSums, Sums,
 };
 
 use crate::block_norms::SquaredBlockNorms;
@@ -39,8 +39,6 @@ pub struct Stepper<B: Backend, T: Element, G: Element> {
     ahead: Option<u64>,
     host: HostBatch,
     all_ranks: Group,
-    /// Whether the next steps have an attention-output loss, where the configuration has a weight for it.
-    learns_attention_outputs: bool,
     /// Whether the next step measures its norms by block.
     measures_norms: bool,
     squared_block_norms: SquaredBlockNorms<B>,
@@ -140,7 +138,6 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             config,
             ahead: None,
             all_ranks: groups.all,
-            learns_attention_outputs: true,
             measures_norms: false,
             squared_block_norms: block_norms,
             block_norms: None,
@@ -150,12 +147,6 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     /// The settings of all steps.
     pub fn config(&self) -> &StepConfig {
         &self.config
-    }
-
-    /// Sets whether the next steps have the attention-output loss of the configuration, as all have at first; the same on
-    /// all ranks.
-    pub fn learn_attention_outputs(&mut self, learn: bool) {
-        self.learns_attention_outputs = learn;
     }
 
     /// Sets whether the next steps measure norms by block, for [`Self::take_block_norms`]; the same
@@ -292,9 +283,6 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let mean = |loss| match loss {
             AuxiliaryLoss::Balance => selects.then_some(auxiliary[loss] / count),
             AuxiliaryLoss::Distillation => distils.then_some(auxiliary[loss] / targets),
-            AuxiliaryLoss::AttentionOutput => self
-                .attention_output_weight()
-                .map(|_| auxiliary[loss] / self.layers_and_tokens(model)),
         };
         Ok(StepResult {
             loss: cross_entropy / targets,
@@ -323,8 +311,6 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             AuxiliaryLoss::Distillation => {
                 distillation.map_or(0.0, |distillation| (distillation.weight / targets) as f32)
             }
-            // Its gradients are computed beside it, not in the backward pass.
-            AuxiliaryLoss::AttentionOutput => 0.0,
         };
         let cross_entropy = distillation.map_or(1.0, |distillation| distillation.cross_entropy);
         let losses = LossConfig {
@@ -332,9 +318,6 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             auxiliary: AuxiliaryLosses::new(auxiliary),
             straight_through: true,
         };
-        let attention_output = self
-            .attention_output_weight()
-            .map(|weight| (weight / self.layers_and_tokens(model)) as f32);
         self.sums.zero(backend)?;
         self.gradients.mark_stale();
         for i in 0..self.passes.len() {
@@ -353,13 +336,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 };
                 let (activations, sums) = (&mut self.activations, &mut self.sums);
                 if distillation.is_some() {
-                    let gradients = &mut self.gradients;
-                    let loss = attention_output.map(|scale| AttentionOutputLoss {
-                        gradients,
-                        scale,
-                        straight_through: losses.straight_through,
-                    });
-                    model.teach_chunk(activations, pass_slot, loss, sums, &mut wait)?;
+                    model.teach_chunk(activations, pass_slot)?;
                 }
                 model.forward_chunk(activations, pass_slot, sums, &mut wait, None)?;
                 observer.forward_done(model, &self.activations, pass_slot)?;
@@ -386,17 +363,6 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             self.data_parallel.start_zero_gradients(&mut self.gradients, model.layout())?;
         }
         Ok(self.data_parallel.finish_gradients(&mut self.gradients)?)
-    }
-
-    /// The weight of the attention-output loss, if the next step has one.
-    fn attention_output_weight(&self) -> Option<f64> {
-        let weight = self.config.distillation?.attention_output;
-        (self.learns_attention_outputs && weight > 0.0).then_some(weight)
-    }
-
-    /// What the attention-output loss is a mean over: the layers of the whole model, and the tokens of a step.
-    fn layers_and_tokens(&self, model: &Model<B, T>) -> f64 {
-        model.config().num_hidden_layers as f64 * self.tokens()
     }
 
     /// Tokens of a step, of all ranks.

@@ -15,7 +15,6 @@ use moh_kernels::key_value_cache::KeyValueAppend;
 use moh_kernels::linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward};
 use moh_kernels::qk_norm::{QkNormBackward, QkNormForward};
 use moh_kernels::ranks::{Heads, VocabularyRows};
-use moh_kernels::relative_error::RelativeErrorArgs;
 use moh_kernels::rms_norm::{RmsNormBackward, RmsNormForward};
 use moh_kernels::rope::{QkvShape, RopeArgs, RopeTable};
 use moh_kernels::router::logits::{HeadWeights, LogitRouter, LogitsBackward, LogitsForward};
@@ -283,11 +282,6 @@ operators! { device;
 
     "add" [read x: f32 = WIDTH, read y: f32 = WIDTH, write out: f32 = WIDTH]
     device.add::<f32>(x, y, out);
-
-    "relative_error" [
-        read y: f32 = TOKENS * WIDTH, read target: f32 = TOKENS * WIDTH, write d_y: f32 = TOKENS * WIDTH,
-        write sum: f64 = 1
-    ] device.relative_error(RelativeErrorArgs { width: WIDTH, scale: 1.0, y, target, d_y, sum });
 
     "squared_norms" [read x: f32 >= 0, read y: f32 >= 0, write out: f64 = 1]
     device.squared_norms::<f32>(&[x, y], out);

@@ -20,11 +20,6 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     x.broadcast_div(&mean.sqrt()?)?.broadcast_mul(weight)
 }
 
-/// The sum over rows of |y - target|^2 / |target|^2, both `[N, C]`.
-pub fn relative_error(y: &Tensor, target: &Tensor) -> Result<Tensor> {
-    ((y - target)?.sqr()?.sum(1)? / target.sqr()?.sum(1)?)?.sum_all()
-}
-
 /// x `[N, inputs]`, weight `[outputs, inputs]`.
 pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     x.matmul(&weight.t()?)

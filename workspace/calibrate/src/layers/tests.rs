@@ -45,7 +45,7 @@ fn excess(router: RouterKind, shared: usize, active: usize) -> Vec<f64> {
             .unwrap();
         excess.push(found.error / all.error - 1.0);
         // The next layer of the dense model.
-        job.measure(&moh.of_layer_alone(layer), true).unwrap();
+        job.measure(&moh.of_layer_alone(layer)).unwrap();
     }
     excess
 }

@@ -156,9 +156,8 @@ fn the_bits_do_not_depend_on_the_threads() {
     for (config, router, shared) in [
         (config("llama"), RouterKind::QueryNorm, Shared::Calibrated),
         (config("llama"), RouterKind::Linear, Shared::Calibrated),
-        (config("llama"), RouterKind::Linear, Shared::CalibratedTotal(14)),
-        (config("llama"), RouterKind::TwoStage, Shared::CalibratedTotal(14)),
-        (with_more_heads(), RouterKind::QueryNorm, Shared::CalibratedTotal(26)),
+        (config("llama"), RouterKind::TwoStage, Shared::CalibratedNumber),
+        (with_more_heads(), RouterKind::QueryNorm, Shared::CalibratedNumber),
     ] {
         let options = refit(MohConfig { router, ..moh(4, 2) }, shared);
         let on = |threads| {
@@ -166,76 +165,6 @@ fn the_bits_do_not_depend_on_the_threads() {
             pool.install(|| run(&config, &options))
         };
         assert_eq!(on(1), on(3));
-    }
-}
-
-#[test]
-fn layers_have_a_total_of_active_heads() {
-    for (config, router, total, unit) in [
-        (config("llama"), RouterKind::QueryNorm, 13, 1),
-        (config("llama"), RouterKind::Static, 12, 1),
-        (config("llama"), RouterKind::Group, 12, 2),
-        (config("llama"), RouterKind::Linear, 12, 1),
-        (config("llama"), RouterKind::QueryNorm, 3, 1),
-        (config("llama"), RouterKind::QueryNorm, 23, 1),
-        (with_more_heads(), RouterKind::QueryNorm, 26, 1),
-        (with_more_heads(), RouterKind::Group, 28, 4),
-    ] {
-        let moh = if router == RouterKind::Static { moh(4, 0) } else { moh(0, 4) };
-        let options = refit(MohConfig { router, ..moh }, Shared::CalibratedTotal(total));
-        let (found, projections) = run(&config, &options);
-        let active = active(&found.moh);
-        assert_eq!(active.iter().sum::<usize>(), total, "{router:?}: {active:?}");
-        assert!(active.iter().all(|&n| n >= unit && n.is_multiple_of(unit)), "{active:?}");
-        config.check_moh(&found.moh).unwrap();
-        assert_eq!(projections.len(), 3);
-        assert!((found.losses.calibrated - found.losses.dense).abs() > 1e-6, "{router:?}");
-    }
-}
-
-/// The numbers that are chosen are those of a conversion that was compared with an even one.
-#[test]
-fn a_division_is_no_worse_than_the_same_number_in_each_layer() {
-    for (model_type, active) in [("llama", 3), ("llama", 6), ("qwen3", 4)] {
-        let config = config(model_type);
-        let moh = moh(active / 2, active - active / 2);
-        let loss = |shared| run(&config, &refit(moh.clone(), shared)).0.losses.calibrated;
-        let even = loss(Shared::CalibratedNumber);
-        let divided = loss(Shared::CalibratedTotal(3 * active));
-        assert!(divided <= even, "{model_type}, {active}: {divided} {even}");
-    }
-}
-
-/// A layer whose heads are all given as shared gets fewer too, also a number that no layer was measured with.
-#[test]
-fn a_division_has_its_total_whatever_heads_are_given() {
-    let config = with_more_heads();
-    let (heads, layers) = (config.num_attention_heads, config.num_hidden_layers);
-    assert!(heads > 8);
-    let shared_heads = HeadCounts::Each([vec![heads], vec![heads / 2; layers - 1]].concat()).into();
-    let routed_top_k = HeadCounts::Each([vec![0], vec![heads / 4; layers - 1]].concat());
-    let moh = MohConfig { router: RouterKind::QueryNorm, shared_heads, routed_top_k };
-    for total in [layers * heads - 1, layers * heads - 3, layers * (heads - 2) + 1] {
-        let options = refit(moh.clone(), Shared::CalibratedTotal(total));
-        let active = active(&run(&config, &options).0.moh);
-        assert_eq!(active.iter().sum::<usize>(), total, "{active:?}");
-    }
-}
-
-#[test]
-fn a_total_that_layers_cannot_have_is_refused() {
-    let config = config("llama");
-    for (router, total) in [
-        (RouterKind::QueryNorm, 2),
-        (RouterKind::QueryNorm, 25),
-        (RouterKind::Group, 13),
-        (RouterKind::Group, 4),
-    ] {
-        let moh = MohConfig { router, ..moh(0, 4) };
-        let options = refit(moh, Shared::CalibratedTotal(total));
-        let message = failure(&config, &options, source(&config));
-        let expected = format!("{total} active heads in 3 layers: must be a multiple of ");
-        assert!(message.starts_with(&expected), "{message}");
     }
 }
 
@@ -248,7 +177,6 @@ fn rows_are_fitted_for_the_stream_that_the_router_reads() {
         ("llama", RouterKind::OneStage, Shared::Calibrated),
         ("llama", RouterKind::TwoStage, Shared::Calibrated),
         ("qwen3", RouterKind::TwoStage, Shared::CalibratedNumber),
-        ("llama", RouterKind::TwoStage, Shared::CalibratedTotal(13)),
     ] {
         let config = config(model_type);
         let moh = MohConfig { router, ..moh(3, 2) };
@@ -289,7 +217,7 @@ fn weights_that_are_not_finite_are_named_by_layer() {
         (config("llama"), moh(4, 2), Shared::Given),
         (config("llama"), moh(4, 2), Shared::Calibrated),
         (with_more_heads(), moh(8, 2), Shared::Calibrated),
-        (with_more_heads(), moh(8, 2), Shared::CalibratedTotal(30)),
+        (with_more_heads(), moh(8, 2), Shared::CalibratedNumber),
     ] {
         let mut read = source(&config);
         let message = failure(&config, &refit(moh, shared), |name, values| {
@@ -333,7 +261,7 @@ fn a_calibration_goes_on_behind_the_layers_that_are_known() {
     for (config, router, shared) in [
         (config("llama"), RouterKind::QueryNorm, Shared::Calibrated),
         (config("qwen3"), RouterKind::TwoStage, Shared::Calibrated),
-        (with_more_heads(), RouterKind::Group, Shared::CalibratedTotal(28)),
+        (with_more_heads(), RouterKind::Group, Shared::CalibratedNumber),
     ] {
         let options = refit(MohConfig { router, ..moh(4, 4) }, shared);
         let run = |known: &[FoundLayer]| {

@@ -368,7 +368,7 @@ mod tests {
         let text = std::fs::read_to_string(&path).unwrap();
         assert_eq!(
             text,
-            "{\"stage\":\"moh\",\"step\":1,\"tokens\":1024,\"loss\":2.5,\"attention_output_loss\":0.5,\
+            "{\"stage\":\"moh\",\"step\":1,\"tokens\":1024,\"loss\":2.5,\
              \"balance_loss\":0.5,\"distillation_loss\":0.5,\"learning_rate\":0.00003,\"grad_norm\":1.25,\
              \"tokens_per_second\":10000.0}\n\
              {\"stage\":\"moh\",\"step\":2,\"tokens\":2048,\"loss\":null,\"targets\":77,\"balance_loss\":null,\

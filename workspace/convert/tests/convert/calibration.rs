@@ -197,30 +197,6 @@ fn matrices_of_a_router_are_added_as_zeros() {
     assert_has(&stdout, &["56 of 68 unchanged, bit by bit, 12 of routers added, zeros"]);
 }
 
-/// Each layer gets its number of heads, and the model that is written has the loss that was measured with these, in its
-/// own type.
-#[test]
-fn an_average_share_is_divided_among_the_layers() {
-    let dir = tempfile::tempdir().unwrap();
-    calibrated(dir.path(), "--active auto:0.6 --router group --dtype bf16", "4096");
-    let receipt = read_json(&dir.path().join("receipt.json"));
-    let layers = receipt["calibration"]["layers"].as_array().unwrap();
-    let heads = |layer: &Value| {
-        let shared = layer["shared_heads"].as_array().unwrap().len() as u64;
-        shared + layer["routed_top_k"].as_u64().unwrap()
-    };
-    let active: Vec<u64> = layers.iter().map(heads).collect();
-    // 0.6 of 24 groups is 14 of them.
-    assert_eq!(active.iter().sum::<u64>(), 28, "{active:?}");
-    assert!(active.iter().all(|&n| n >= 2 && n % 2 == 0), "{active:?}");
-    let written = match &receipt["active_heads"] {
-        Value::Array(counts) => counts.iter().map(|n| n.as_u64().unwrap()).collect(),
-        count => vec![count.as_u64().unwrap(); 6],
-    };
-    assert_eq!(written, active);
-    assert_loss_is_measured(dir.path(), &receipt);
-}
-
 /// The rows that are written route as they did in the measurement: the loss on its tokens is the same.
 #[test]
 fn learned_routers_are_fitted() {
@@ -277,34 +253,6 @@ fn bad_calibrations_are_refused_before_anything_is_written() {
         ("--calibration VOYAGE --attention dense", 2, "--routed-top-k or --calibration"),
         ("--calibration-tokens 99", 2, "--calibration"),
         ("--router linear", 1, "fitted to a text, as zeros or random ones would select heads that"),
-        ("--active auto:0.5", 2, "--active auto:R needs a text to measure heads on: --calibration"),
-        ("--active auto", 2, "expected a share such as 0.75, or auto:0.75"),
-        ("--active auto:x", 2, "expected a share such as 0.75, or auto:0.75"),
-        (
-            "--active auto:0.5 --shared-heads 2 --calibration VOYAGE",
-            2,
-            "--active auto:R chooses the heads of each layer",
-        ),
-        (
-            "--active auto:0.5 --shared first --calibration VOYAGE",
-            2,
-            "--active auto:R chooses the heads of each layer",
-        ),
-        (
-            "--active auto:0.1 --calibration VOYAGE",
-            1,
-            "--active auto:0.1 of 6 layers of 8 heads is 5 active heads, and each layer needs at least 1",
-        ),
-        (
-            "--active auto:1 --calibration VOYAGE",
-            1,
-            "--active auto:1 of 6 layers of 8 heads is all heads, which leaves nothing to choose",
-        ),
-        (
-            "--active auto:1.5 --calibration VOYAGE",
-            1,
-            "--active auto:1.5: must be a share of the heads, 0 to 1",
-        ),
     ] {
         let of = |word| if word == "VOYAGE" { voyage } else { word };
         let message = refused(&line.split(' ').map(of).collect::<Vec<_>>(), code);

@@ -2,7 +2,6 @@
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
-mod attention_output;
 mod candle_reference;
 mod devices;
 mod generation;

@@ -351,13 +351,9 @@ fn what_a_stage_cannot_learn_from_is_refused() {
     refuses_options("weight = 1.0", "teacher", "missing");
     refuses_options("teacher = ''", "teacher", "must be a path in UTF-8, and not empty");
     refuses_options("teacher = 'start'", "teacher", "is a new model, which has learned nothing");
-    let tokens = "teacher = 'x', attention_output_tokens = 100";
-    let reason = "must be above 0 where attention_output_tokens says for how long";
-    refuses_options(tokens, "attention_output", reason);
     for (option, reason) in [
         ("weight = inf", "must be a finite number above 0"),
-        ("weight = 0.0", "must be a finite number above 0, or 0 with distill.attention_output"),
-        ("attention_output = -1.0", "must be a finite number from 0"),
+        ("weight = 0.0", "must be a finite number above 0"),
         ("cross_entropy = -1.0", "must be a finite number from 0"),
         ("temperature = 0.0", "must be a number above 0, at most 100"),
         ("temperature = 101.0", "must be a number above 0, at most 100"),
@@ -395,7 +391,7 @@ fn calibrations_that_cannot_be_made_are_refused() {
         (
             "calibration = { shared = 'best' }",
             "calibration.shared",
-            "must be \"calibrated\" or \"calibrated-number\" or \"calibrated-total\" or \"given\"",
+            "must be \"calibrated\" or \"calibrated-number\" or \"given\"",
         ),
         ("calibration = { tokens = 0 }", "calibration.tokens = 0", "must be from 1 to"),
         (

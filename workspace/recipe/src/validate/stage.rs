@@ -96,7 +96,7 @@ fn check_routing(faults: &mut Faults, stage: &Stage) {
 fn check_distill(faults: &mut Faults, stage: &Stage, model: &ModelOptions) {
     let Some(distill) = &stage.distill else { return };
     let key = |rest: &str| stage_key(stage, &format!("distill.{rest}"));
-    let &DistillOptions { weight, cross_entropy, temperature, attention_output, .. } = distill;
+    let &DistillOptions { weight, cross_entropy, temperature, .. } = distill;
     faults.path(&key("teacher"), Path::new(&distill.teacher));
     let is_new = model.new.is_some() && faults.is_known("model.new");
     if distill.is_start() && is_new && faults.is_known(&key("teacher")) {
@@ -104,15 +104,8 @@ fn check_distill(faults: &mut Faults, stage: &Stage, model: &ModelOptions) {
             "is a new model, which has learned nothing: name a model directory or RUN@STEP";
         faults.check(false, &key("teacher"), "\"start\"", reason);
     }
-    faults.not_negative(&key("attention_output"), attention_output);
-    if distill.attention_output_tokens.is_some() && faults.is_known(&key("attention_output")) {
-        let reason = "must be above 0 where attention_output_tokens says for how long";
-        faults.check(attention_output > 0.0, &key("attention_output"), attention_output, reason);
-    }
-    let learns_outputs = attention_output > 0.0;
-    let fine = weight.is_finite() && (weight > 0.0 || learns_outputs && weight == 0.0);
-    let reason = "must be a finite number above 0, or 0 with distill.attention_output";
-    faults.check(fine, &key("weight"), weight, reason);
+    let fine = weight.is_finite() && weight > 0.0;
+    faults.check(fine, &key("weight"), weight, "must be a finite number above 0");
     faults.not_negative(&key("cross_entropy"), cross_entropy);
     let fine = temperature > 0.0 && temperature <= MAX_TEMPERATURE;
     let reason = format!("must be a number above 0, at most {MAX_TEMPERATURE}");

@@ -67,7 +67,7 @@ fn is_counted(target: &u32) -> bool {
 
 /// What the step learns of a teacher, whose vocabulary had fewer rows.
 const DISTILLATION: Distillation =
-    Distillation { weight: 0.75, cross_entropy: 0.25, temperature: 2.0, attention_output: 0.0 };
+    Distillation { weight: 0.75, cross_entropy: 0.25, temperature: 2.0 };
 const TEACHERS_ROWS: usize = VOCABULARY as usize - 7;
 
 /// T^2 KL(teacher || student) over the teacher's rows, summed over the tokens.

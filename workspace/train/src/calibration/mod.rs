@@ -76,7 +76,7 @@ impl<'a> StageMeasurement<'a> {
         let tokens =
             CalibrationTokens::new(ids, data.sequence_length(), calibration.search_tokens, &dense)
                 .map_err(|source| error(recipe, &stage.name, source))?;
-        let shared = measured_heads(calibration.shared, &moh, dense.num_hidden_layers);
+        let shared = measured_heads(calibration.shared);
         // Training goes on with the values in f32.
         let refit = calibration.refit;
         let options = moh_calibrate::CalibrationOptions { moh, shared, refit, stored: None };

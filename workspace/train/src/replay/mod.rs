@@ -226,8 +226,6 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         let mut stepper = Stepper::<B, T, G>::new(&self.model, config, groups)?;
         let steps = |state: &RunState| steps_at(stage, &state.growth, state.step);
         while self.state.stage_step < steps(&self.state) {
-            let learns = self.state.stage_step < stage.attention_output_steps();
-            stepper.learn_attention_outputs(learns);
             if self.state.step + 1 == self.job.step {
                 return self.measure(stage, &mut stepper).map(Some);
             }

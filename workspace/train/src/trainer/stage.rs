@@ -104,8 +104,6 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let _step = span::enter_numbered("step", self.state.step + 1);
         let stage = work.stage;
         self.saving.step_begins();
-        let learns = self.state.stage_step < stage.attention_output_steps();
-        work.stepper.learn_attention_outputs(learns);
         let (guard, norms) = (&self.inputs.recipe.guard, self.inputs.recipe.log.norms_every_steps);
         let is_due = norms > 0 && (self.state.step + 1).is_multiple_of(norms);
         work.stepper.measure_block_norms(is_due);

@@ -46,13 +46,6 @@ const NUMBERS: [&str; 3] = [
      calibration = { tokens = 128, shared = 'calibrated-number' } }",
     FIRST[2],
 ];
-/// As before, and the first stage also divides the active heads among the layers.
-const TOTAL: [&str; 3] = [
-    FIRST[0],
-    "stage.adapt.moh={ shared_heads = 2, routed_top_k = 1, \
-     calibration = { tokens = 128, shared = 'calibrated-total' } }",
-    FIRST[2],
-];
 const LEARNED: &str = "stage.moh.moh={ router = 'two-stage', shared_heads = 1, routed_top_k = 2, \
                        calibration = { tokens = 128 } }";
 /// The first stage does, with the given heads and weights but the router's, and the second one keeps it.
@@ -225,33 +218,26 @@ fn a_router_that_is_not_fitted_begins_with_zeros() {
 #[test]
 fn a_stage_can_begin_with_the_best_numbers_of_heads() {
     let place = TestRun::new();
-    let total = Shared::CalibratedTotal(4);
-    for (name, heads, shared) in [
-        ("number", "shared_heads = 0, routed_top_k = 3", Shared::CalibratedNumber),
-        ("total", "shared_heads = 1, routed_top_k = 1", total),
-        ("total, learned", "router = 'linear', shared_heads = 1, routed_top_k = 1", total),
+    for (name, heads) in [
+        ("number", "shared_heads = 0, routed_top_k = 3"),
+        ("learned", "router = 'linear', shared_heads = 1, routed_top_k = 2"),
     ] {
-        let choice = if shared == total { "calibrated-total" } else { "calibrated-number" };
-        let calibration = format!("calibration = {{ tokens = 128, shared = '{choice}' }}");
+        let calibration = "calibration = { tokens = 128, shared = 'calibrated-number' }";
         let moh = format!("stage.moh.moh={{ {heads}, {calibration} }}");
         let recipe = place.recipe_in(name, &[&moh, KEEP]);
         finish(&recipe);
         let found = config_of(&recipe).config.moh.unwrap();
-        assert_eq!(found, expected(&recipe, shared).0.moh, "{name}");
+        assert_eq!(found, expected(&recipe, Shared::CalibratedNumber).0.moh, "{name}");
         let layers = [0, 1].map(|layer| found.layer(layer));
-        if shared == total {
-            assert_eq!(layers[0].active() + layers[1].active(), 4, "{name}: {found:?}");
-        } else {
-            assert!(layers.iter().all(|layer| layer.active() == 3), "{found:?}");
-            assert!(layers.iter().any(|layer| !layer.shared.is_empty()), "{found:?}");
-        }
+        assert!(layers.iter().all(|layer| layer.active() == 3), "{found:?}");
+        assert!(layers.iter().any(|layer| !layer.shared.is_empty()), "{found:?}");
     }
 }
 
 #[test]
 fn later_stages_keep_the_heads() {
     let place = TestRun::new();
-    for (name, changes) in [("heads", FIRST), ("numbers", NUMBERS), ("total", TOTAL)] {
+    for (name, changes) in [("heads", FIRST), ("numbers", NUMBERS)] {
         let recipe = place.recipe_in(name, &changes);
         finish(&recipe);
         let moh = config_of(&recipe).config.moh.unwrap();
@@ -533,11 +519,11 @@ fn evaluations_before_a_new_router_are_kept_and_not_needed() {
 #[test]
 fn a_router_that_no_calibration_has_fitted_is_refused() {
     let place = TestRun::new();
-    // Of 7 active heads one layer has all 4, and no router; the next stage has other heads, and would need it.
-    let total = "stage.adapt.moh={ router = 'linear', shared_heads = 0, routed_top_k = [3, 4], \
-                 calibration = { tokens = 128, shared = 'calibrated-total' } }";
+    // One layer shares all 4 heads, and has no router; the next stage has other heads, and would need it.
+    let dense = "stage.adapt.moh={ router = 'linear', shared_heads = [0, 4], routed_top_k = [3, 0], \
+                 calibration = { tokens = 128 } }";
     let own = "stage.moh.moh={ router = 'linear', shared_head_ids = [[0], [1]], routed_top_k = 2 }";
-    let error = refusal(&place.recipe_in("run", &[FIRST[0], total, own]));
+    let error = refusal(&place.recipe_in("run", &[FIRST[0], dense, own]));
     assert!(error.contains("stage moh needs model.layers."), "{error}");
     assert!(error.contains("which no calibration has fitted: let it keep the heads"), "{error}");
 }

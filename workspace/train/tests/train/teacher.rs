@@ -61,14 +61,6 @@ impl Trained {
     }
 }
 
-/// Sets the weight of the attention-output loss in the first two steps of a stage.
-fn learn_outputs(recipe: &mut Recipe, taught: &str, weight: f64) {
-    let stage = recipe.stages.iter_mut().find(|stage| stage.name == taught).unwrap();
-    let distill = stage.distill.as_mut().unwrap();
-    distill.attention_output = weight;
-    distill.attention_output_tokens = (weight > 0.0).then_some(2 * stage.batch_tokens);
-}
-
 /// A loss of each step that has it.
 fn losses(results: &Results, name: &str) -> Vec<f64> {
     results.metrics.iter().filter_map(|line| line.get(name)?.as_f64()).collect()
@@ -88,26 +80,20 @@ fn every_layout_with_a_teacher_ends_as_one_rank() {
         (4, [1, 2, 2]),
         (8, [2, 2, 2]),
     ];
-    // The run's own model with a vocabulary that has grown, whose attention outputs are learned for two steps, and a
-    // Mixture-of-Head teacher with documents apart. The other stage has none.
+    // The run's own model with a vocabulary that has grown, and a Mixture-of-Head teacher with documents apart. The other
+    // stage has none.
     let apart = ["data.document_mask=true", "memory.recompute=block"];
-    for (taught, teacher, changes, outputs) in [
-        ("moh", "start".to_owned(), &["model.pad_vocab_to=96"][..], 4.0),
-        ("adapt", trained.checkpoint(), &apart, 0.0),
+    for (taught, teacher, changes) in [
+        ("moh", "start".to_owned(), &["model.pad_vocab_to=96"][..]),
+        ("adapt", trained.checkpoint(), &apart),
     ] {
         let recipe = |name: &str, layout| {
-            let mut recipe = trained.recipe(name, taught, &teacher, changes);
-            learn_outputs(&mut recipe, taught, outputs);
-            arranged(recipe, [layout; 2])
+            arranged(trained.recipe(name, taught, &teacher, changes), [layout; 2])
         };
         let reference = finish_on(1, &recipe(taught, [1, 1, 1]));
         for line in &reference.metrics {
             let found = line.get("distillation_loss").map(|loss| loss.as_f64().unwrap());
             assert_eq!(found.is_some(), line["stage"] == taught, "{line}");
-            assert!(found.is_none_or(|loss| loss > 1e-4), "{line}");
-            let found = line.get("attention_output_loss").map(|loss| loss.as_f64().unwrap());
-            let first = line["stage"] == taught && line["step"].as_u64().unwrap() <= 2;
-            assert_eq!(found.is_some(), outputs > 0.0 && first, "{line}");
             assert!(found.is_none_or(|loss| loss > 1e-4), "{line}");
         }
         for (ranks, layout) in layouts {
@@ -115,12 +101,10 @@ fn every_layout_with_a_teacher_ends_as_one_rank() {
             let found = finish_on(ranks, &recipe(&what, layout));
             assert_alike(&found, &reference, &what);
             for (line, reference) in found.metrics.iter().zip(&reference.metrics) {
-                for name in ["distillation_loss", "attention_output_loss"] {
-                    let loss = |line: &Value| line.get(name)?.as_f64();
-                    if let Some((found, expected)) = loss(line).zip(loss(reference)) {
-                        let error = (found / expected - 1.0).abs();
-                        assert!(error < 1e-2, "{what}: {line}, {reference}");
-                    }
+                let loss = |line: &Value| line.get("distillation_loss")?.as_f64();
+                if let Some((found, expected)) = loss(line).zip(loss(reference)) {
+                    let error = (found / expected - 1.0).abs();
+                    assert!(error < 1e-2, "{what}: {line}, {reference}");
                 }
             }
             let repeated = finish_on(ranks, &recipe(&format!("{what}, again"), layout));
@@ -139,8 +123,6 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
             let name = format!("{name}-{number}");
             let mut recipe = trained.recipe(&name, "adapt", teacher, &["run.dtype=bf16"]);
             recipe.stages[1].distill = recipe.stages[0].distill.clone();
-            // A run stops within the steps of the attention-output loss, and after them.
-            learn_outputs(&mut recipe, "adapt", 1.0);
             recipe
         };
         // What a process that was killed after step 4 would leave.
@@ -187,19 +169,6 @@ fn a_student_that_has_not_moved_has_no_distillation_loss() {
         );
         assert!(card.contains(&expected), "{card}");
     }
-}
-
-#[test]
-fn attention_outputs_are_learned() {
-    let trained = Trained::new();
-    let rate = "stage.moh.learning_rate.max=3e-3";
-    let mut recipe = trained.recipe("outputs", "moh", "start", &[rate]);
-    learn_outputs(&mut recipe, "moh", 1.0);
-    let distill = recipe.stages[1].distill.as_mut().unwrap();
-    (distill.weight, distill.cross_entropy, distill.attention_output_tokens) = (0.0, 0.0, None);
-    let losses = losses(&finish(&recipe), "attention_output_loss");
-    assert_eq!(losses.len(), 5);
-    assert!(losses[4] < 0.9 * losses[0], "{losses:?}");
 }
 
 #[test]

@@ -73,7 +73,7 @@ pub fn assert_alike(found: &Results, expected: &Results, what: &str) {
     assert_eq!(found.metrics.len(), expected.metrics.len(), "{what}");
     for (line, reference) in found.metrics.iter().zip(&expected.metrics) {
         let tolerance = if reference["balance_loss"].is_null() { 1e-4 } else { 1e-3 };
-        let losses = "loss validation_loss balance_loss distillation_loss attention_output_loss";
+        let losses = "loss validation_loss balance_loss distillation_loss";
         for key in losses.split(' ').chain(["grad_norm"]) {
             let Some(expected) = reference[key].as_f64() else {
                 assert!(line[key].is_null(), "{what}: {line}");
