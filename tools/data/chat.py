@@ -449,14 +449,16 @@ def compare_cases(path):
     for case in json.loads(path.read_text()):
         if "text" not in case:
             continue
-        messages = json.loads(case["messages"]) if isinstance(case["messages"], str) else case["messages"]
-        others = "adapted" in case or "unnamed" in case or any("tool_calls" in message or "from" in message for message in messages)
+        messages = case.get("record", case)["messages"]
+        messages = json.loads(messages) if isinstance(messages, str) else messages
+        variables = case.get("record", {}).get("chat_template_kwargs", {})
+        others = "adapted" in case or "unnamed" in case and not variables or any("tool_calls" in message or "from" in message for message in messages)
         if others:
             continue
         tools = json.loads(case.get("tools") or "null") if isinstance(case.get("tools"), str) else case.get("tools")
         rendered, _ = render_jinja_template(
             conversations=[_normalize_chat_messages(messages)], tools=tools or None, chat_template=case["template"],
-            add_generation_prompt=case.get("prompts", False), bos_token="<s>", eos_token="</s>")
+            add_generation_prompt=case.get("prompts", False), **{"bos_token": "<s>", "eos_token": "</s>", **variables})
         count += 1
         if rendered[0] != case["text"]:
             different += 1

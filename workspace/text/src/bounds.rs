@@ -5,10 +5,10 @@
 
 use minijinja::machinery::{Instruction, Instructions};
 use minijinja::value::{Rest, Tuple, ValueKind};
-use minijinja::{Environment, Error, ErrorKind, State, Value};
+use minijinja::{Environment, Error, ErrorKind, State, Value, tests};
 use minijinja_contrib::pycompat;
 
-use crate::python;
+use crate::{python, strings};
 
 /// Maximum lists in lists: what walks a value needs a part of the stack for each.
 const MAX_DEPTH: usize = 200;
@@ -49,9 +49,25 @@ pub(crate) fn install(environment: &mut Environment<'_>) {
         let pairs = values.as_chunks().0.iter().map(|[key, value]| (key.clone(), value.clone()));
         nested(state, &values).map(|()| Value::from_pairs(pairs))
     });
+    environment.add_test("iterable", |value: &Value| !value.is_none() && tests::is_iterable(value));
+    environment.add_test("sequence", |value: &Value| {
+        let is_kind = matches!(value.kind(), ValueKind::String | ValueKind::Map);
+        is_kind || tests::is_sequence(value)
+    });
+    // What is undefined is callable in Jinja, as are the methods of maps and texts, which are undefined here.
+    environment.add_test("callable", |value: &Value| {
+        value.is_undefined() || value.as_object().is_some() && value.kind() == ValueKind::Plain
+    });
+    environment.add_filter("int", strings::int);
+    environment.add_filter("trim", strings::trim);
     environment.add_filter("string", |state: &State, value: Value| python::text(state, &value));
     environment.set_unknown_method_callback(|state, value, method, arguments| {
         charge_method(state, value, method, arguments)?;
+        if let Some(text) = value.as_str()
+            && let Some(found) = strings::method(text, method, arguments)
+        {
+            return found;
+        }
         pycompat::unknown_method_callback(state, value, method, arguments)
     });
 }
@@ -193,7 +209,7 @@ fn is_in(state: &State, value: &Value, container: &Value) -> Result<Value, Error
     if value.as_object().is_some() {
         compared(state, value, container)?;
     }
-    minijinja::tests::is_in(state, value, container).map(Value::from)
+    tests::is_in(state, value, container).map(Value::from)
 }
 
 /// What a new list or map has within it: all of it is walked when it is written or compared, however often it is there.
@@ -219,10 +235,12 @@ fn charge_method(
     let count = |part: &str| if part.is_empty() { text.len() } else { text.matches(part).count() };
     let made = match (method, arguments.first()) {
         ("replace", _) => count(argument(0)).saturating_mul(argument(1).len()),
-        ("split" | "splitlines", _) => size_of::<Value>().saturating_mul(match argument(0) {
-            "" => text.len(),
-            separator => count(separator),
-        }),
+        ("split" | "rsplit" | "splitlines", _) => {
+            size_of::<Value>().saturating_mul(match argument(0) {
+                "" => text.len(),
+                separator => count(separator),
+            })
+        }
         ("join", Some(list)) => {
             charge.walk(list, 0)?;
             list.len().unwrap_or(0).saturating_mul(text.len())

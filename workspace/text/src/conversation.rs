@@ -11,6 +11,10 @@ pub(crate) const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reaso
 /// Keys of messages that are obeyed or that hold no text, whatever the template reads.
 const KNOWN_KEYS: [&str; 6] = ["role", "content", "name", "tool_call_id", "weight", "train"];
 
+/// The key of a record with further variables of the template, as TRL has it, and those that are none of them.
+pub(crate) const VARIABLES: &str = "chat_template_kwargs";
+const NO_VARIABLES: [&str; 3] = ["messages", "tools", "add_generation_prompt"];
+
 /// Messages, and the tools that the assistant may call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Conversation {
@@ -18,6 +22,9 @@ pub struct Conversation {
     messages: Vec<Value>,
     /// A list of JSON schemas, or null.
     tools: Value,
+    pub(crate) variables: Map<String, Value>,
+    /// Keys beside the messages that are not read.
+    unread: Vec<String>,
     /// Whether parts are joined for a template that reads texts, and a text is a part for one that reads parts.
     pub(crate) adapts_content: bool,
 }
@@ -32,7 +39,12 @@ impl Conversation {
             ]))
         };
         let messages = messages.into_iter().map(message).collect();
-        Self { messages, tools: Value::Null, adapts_content: false }
+        Self::new(messages, Value::Null)
+    }
+
+    fn new(messages: Vec<Value>, tools: Value) -> Self {
+        let (variables, unread, adapts_content) = (Map::new(), Vec::new(), false);
+        Self { messages, tools, variables, unread, adapts_content }
     }
 
     /// A conversation of a list of messages, and of the list of tools or null. Messages are objects with the
@@ -61,16 +73,37 @@ impl Conversation {
                 }
             })
             .collect();
-        Ok(Self { messages: messages?, tools: self::tools(tools)?, adapts_content: false })
+        Ok(Self::new(messages?, self::tools(tools)?))
     }
 
-    /// A conversation of an object of JSON with `messages` and `tools`, as Python reads it: with integers of any size
-    /// and NaN; fails as [`Conversation::from_json`].
+    /// A conversation of an object of JSON with `messages`, `tools`, `chat_template_kwargs`, which are variables of the
+    /// template, and the names of other keys in `unread`, as Python reads it: with integers of any size and NaN; fails as
+    /// [`Conversation::from_json`].
     pub fn parse(text: &str) -> Result<Self> {
         let mut record: Value = serde_json::from_str(&beyond_json(text))
             .map_err(|error| Error::Invalid(format!("not a conversation in JSON: {error}")))?;
         let mut take = |name: &str| record.get_mut(name).map_or(Value::Null, Value::take);
-        Self::from_json(take("messages"), take("tools"))
+        let mut conversation = Self::from_json(take("messages"), take("tools"))?;
+        conversation.variables = match take(VARIABLES) {
+            Value::Null => Map::new(),
+            Value::Object(variables)
+                if !NO_VARIABLES.iter().any(|name| variables.contains_key(*name)) =>
+            {
+                variables
+            }
+            _ => {
+                return Err(Error::Invalid(format!(
+                    "{VARIABLES:?} is no object of variables for the chat template, without {}",
+                    NO_VARIABLES.join(", ")
+                )));
+            }
+        };
+        let has_system = conversation.messages.iter().any(|message| message["role"] == "system");
+        let unread = take("unread");
+        let unread = unread.as_array().into_iter().flatten().filter_map(Value::as_str);
+        let unread = unread.filter(|key| *key != "system" || !has_system);
+        conversation.unread = unread.map(|key| format!("{key}, beside the messages")).collect();
+        Ok(conversation)
     }
 
     /// The same conversation, in which each content is what the template reads: a list of parts of text becomes a text,
@@ -119,7 +152,8 @@ impl Conversation {
         self.is_answer(index) && !says_no("weight") && !says_no("train")
     }
 
-    /// The keys of each message with a value that a template of this source does not name, and that means nothing here.
+    /// The keys beside the messages that nothing reads, and those of each message with a value that a template of this
+    /// source does not name, and that means nothing here.
     pub(crate) fn unnamed_keys<'s>(
         &'s self,
         is_named: impl Fn(&str) -> bool + 's,
@@ -133,12 +167,12 @@ impl Conversation {
                 is_named(key) || is_reasoning && REASONING.iter().any(|key| is_named(key));
             !KNOWN_KEYS.contains(&key) && !is_read && !is_empty(value) && key != "thinking"
         });
-        unnamed.map(|(key, _)| key.as_str())
+        self.unread.iter().chain(unnamed.map(|(key, _)| key)).map(String::as_str)
     }
 
     /// Whether a string of the conversation, or a key, contains one of these characters.
     pub(crate) fn contains(&self, characters: &[char]) -> bool {
-        let values = self.messages.iter().chain([&self.tools]);
+        let values = self.messages.iter().chain([&self.tools]).chain(self.variables.values());
         // JSON escapes none of them.
         values.map(Value::to_string).any(|text| text.contains(characters))
     }
@@ -210,7 +244,7 @@ fn tools(tools: Value) -> Result<Value> {
         || Error::Invalid("the tools are neither a list nor a text with a list in JSON".to_owned());
     let tools = match tools {
         Value::String(text) if text.trim().is_empty() => Value::Null,
-        Value::String(text) => serde_json::from_str(&text).map_err(|_| fault())?,
+        Value::String(text) => serde_json::from_str(&beyond_json(&text)).map_err(|_| fault())?,
         tools => tools,
     };
     match tools {

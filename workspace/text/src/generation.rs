@@ -11,6 +11,10 @@ pub(crate) const MARKS: [char; 2] = ['\u{fdd0}', '\u{fdd1}'];
 /// The template with calls in the place of the blocks, and whether it has any.
 pub(crate) fn as_calls(source: &str) -> (String, bool) {
     let (mut calls, mut rest, mut found) = (String::with_capacity(source.len()), source, false);
+    // A call's body knows only what it reads, of which setting a namespace's attribute is none; the default of an
+    // argument reads it for the body.
+    let assigned = namespaces(source).join(" and ");
+    let argument = if assigned.is_empty() { assigned } else { format!("({FUNCTION}_={assigned})") };
     // Only what opens in the template's text opens: a block in a comment, a string or `raw` is none.
     while let Some(at) = next_opening(rest) {
         let (before, opened) = rest.split_at(at);
@@ -20,7 +24,7 @@ pub(crate) fn as_calls(source: &str) -> (String, bool) {
         let inner = tag.strip_prefix("{%").and_then(|tag| tag.strip_suffix("%}"));
         let word = inner.map_or("", |inner| inner.trim_matches(['-', '+']).trim());
         let call = match word {
-            "generation" => Some(format!("call {FUNCTION}()")),
+            "generation" => Some(format!("call{argument} {FUNCTION}()")),
             "endgeneration" => Some("endcall".to_owned()),
             _ => None,
         };
@@ -34,6 +38,18 @@ pub(crate) fn as_calls(source: &str) -> (String, bool) {
     }
     calls.push_str(rest);
     (calls, found)
+}
+
+/// The names before the dots in what is set.
+fn namespaces(source: &str) -> Vec<&str> {
+    let tags = source.split("{%").map(|tag| tag.trim_start_matches(['-', '+']).trim_start());
+    let sets = tags.filter_map(|tag| tag.strip_prefix("set")?.split(['=', '%']).next());
+    let targets =
+        sets.filter(|set| set.starts_with(char::is_whitespace)).flat_map(|set| set.split(','));
+    let names = targets.filter_map(|target| Some(target.split_once('.')?.0.trim()));
+    names
+        .filter(|name| name.chars().all(|letter| letter.is_alphanumeric() || letter == '_'))
+        .collect()
 }
 
 /// The next `{{`, `{%` or `{#`.
@@ -115,6 +131,10 @@ mod tests {
             (
                 "{%- generation -%}b{%-endgeneration+%}",
                 "{%- call moh_generation() -%}b{%-endcall+%}",
+            ),
+            (
+                "{% set a.x, b.y = 1, 2 %}{%-set c .z%}{% generation %}{% endset %}",
+                "{% set a.x, b.y = 1, 2 %}{%-set c .z%}{% call(moh_generation_=a and b and c) moh_generation() %}{% endset %}",
             ),
         ] {
             assert_eq!(as_calls(source), (expected.to_owned(), true));

@@ -20,6 +20,7 @@ mod python;
 mod reads;
 mod render_threads;
 mod renderer;
+mod strings;
 mod template;
 mod text_stream;
 mod tokenizer;

@@ -5,8 +5,12 @@ use std::borrow::Cow;
 
 use minijinja::Value;
 
+use crate::bounds::fault;
+
 /// No character: Unicode reserves it for a program's own use.
 pub(crate) const MARK: char = '\u{fdd2}';
+/// What comes between the mark and why a table's value has none in JSON. A template that reads the value fails with that.
+pub(crate) const NO_JSON: char = '?';
 
 /// The JSON text with such numbers as marked strings, which [`Conversation::from_json`](crate::Conversation::from_json)
 /// reads.
@@ -26,6 +30,9 @@ pub(crate) fn number(text: &str) -> Option<Result<Value, String>> {
     if is_not_finite(token) {
         // Rust reads the names that Python writes.
         return token.parse().ok().map(|number: f64| Ok(number.into()));
+    }
+    if let Some(reason) = token.strip_prefix(NO_JSON) {
+        return Some(Ok(fault(reason.to_owned()).into()));
     }
     if !is_large(token) {
         return None;

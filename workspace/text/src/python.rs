@@ -111,6 +111,13 @@ impl Writer<'_, '_, '_> {
                 (false, true) => "True",
                 (false, false) => "False",
             }),
+            // A value that stands for an error, which its list gives.
+            ValueKind::Invalid => {
+                return Value::from(vec![value.clone()])
+                    .try_iter()?
+                    .checked()
+                    .try_for_each(|item| item.map(drop));
+            }
             ValueKind::Number => match f64::try_from(value.clone()) {
                 Ok(number) if !value.is_integer() => self.text.push_str(&float(number, is_json)),
                 _ => self.text.push_str(&value.to_string()),
@@ -154,7 +161,7 @@ impl Writer<'_, '_, '_> {
 
     fn string(&mut self, text: &str) {
         let Some(style) = &self.json else {
-            return self.text.push_str(&format!("{:?}", Value::from(text)));
+            return self.repr(text);
         };
         // Both escape the same characters, the same way.
         let quoted = Json::from(text).to_string();
@@ -171,6 +178,31 @@ impl Writer<'_, '_, '_> {
                     .for_each(|unit| self.text.push_str(&format!("\\u{unit:04x}"))),
             }
         }
+    }
+
+    fn repr(&mut self, text: &str) {
+        let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+        self.text.push(quote);
+        for letter in text.chars() {
+            // What Rust escapes behind another letter is what Python calls not printable.
+            let is_plain =
+                || ["a", letter.encode_utf8(&mut [0; 4])].concat().escape_debug().count() == 2;
+            let code = u32::from(letter);
+            match letter {
+                '\n' => self.text.push_str("\\n"),
+                '\r' => self.text.push_str("\\r"),
+                '\t' => self.text.push_str("\\t"),
+                _ if letter == quote || letter == '\\' => self.text.extend(['\\', letter]),
+                ' '..='~' => self.text.push(letter),
+                _ if letter.is_alphanumeric() || is_plain() => self.text.push(letter),
+                _ => self.text.push_str(&match code {
+                    ..0x100 => format!("\\x{code:02x}"),
+                    0x100..0x10000 => format!("\\u{code:04x}"),
+                    _ => format!("\\U{code:08x}"),
+                }),
+            }
+        }
+        self.text.push(quote);
     }
 
     fn next_item(&mut self, index: usize, depth: usize) {

@@ -16,10 +16,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use minijinja::machinery::{self, CompiledTemplate, TemplateConfig};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Value};
+use minijinja::value::{Kwargs, Value, merge_maps};
 use minijinja::{AutoEscape, Environment, ErrorKind, State, context};
 use serde::{Deserialize, Serialize};
-use serde_json::Value as Json;
+use serde_json::{Map, Value as Json};
 
 use crate::generation::{FUNCTION, MARKS, take_marks};
 use crate::reads::Reads;
@@ -63,7 +63,7 @@ pub struct TrainingText {
 pub struct ChatNotes {
     /// Messages whose content is a list where the template writes a text, or the reverse.
     pub misread: u64,
-    /// The keys that it does not name, and how many messages have each.
+    /// The keys that it does not name, and how many messages, or conversations beside them, have each.
     pub unnamed: BTreeMap<String, u64>,
 }
 
@@ -86,6 +86,7 @@ struct Compiled<'a> {
 struct Values {
     messages: Vec<Value>,
     tools: Value,
+    variables: Value,
     work: u64,
 }
 
@@ -193,7 +194,8 @@ impl<'a> Renderer<'a> {
     fn reads(&self, compiled: &Compiled<'a>) -> &'a Reads {
         compiled.source.reads.get_or_init(|| {
             Reads::find(&mut |messages, tools| {
-                let values = Values::new(messages.iter().map(Cow::Borrowed), tools).ok()?;
+                let values =
+                    Values::new(messages.iter().map(Cow::Borrowed), tools, &Map::new()).ok()?;
                 self.render_first(compiled, &values, messages.len(), false).ok()
             })
         })
@@ -208,7 +210,8 @@ impl<'a> Renderer<'a> {
                 false => Cow::Borrowed(message),
             })
         });
-        Values::new(adapted.collect::<Result<Vec<_>>>()?.into_iter(), conversation.tools())
+        let adapted = adapted.collect::<Result<Vec<_>>>()?.into_iter();
+        Values::new(adapted, conversation.tools(), &conversation.variables)
     }
 
     /// The text of the first `count` messages, with the marks of blocks `generation`.
@@ -220,13 +223,11 @@ impl<'a> Renderer<'a> {
         prompts: bool,
     ) -> Result<String> {
         self.begun.fetch_add(1, Ordering::Relaxed);
-        // As in transformers, what is not there is none instead of undefined.
         let variables = context! {
             messages => values.messages[..count].to_vec(),
             tools => values.tools.clone(),
-            documents => (),
             add_generation_prompt => prompts,
-            ..self.special_tokens.clone()
+            ..merge_maps([self.special_tokens.clone(), values.variables.clone()])
         };
         let mut environment = self.environment.clone();
         environment.set_fuel(Some(values.work));
@@ -263,7 +264,11 @@ impl<'a> Compiled<'a> {
 }
 
 impl Values {
-    fn new<'m>(messages: impl Iterator<Item = Cow<'m, Json>>, tools: &Json) -> Result<Self> {
+    fn new<'m>(
+        messages: impl Iterator<Item = Cow<'m, Json>>,
+        tools: &Json,
+        variables: &Map<String, Json>,
+    ) -> Result<Self> {
         let mut bytes = bytes_of(tools);
         let messages = messages.map(|message| {
             bytes += bytes_of(&message);
@@ -272,7 +277,13 @@ impl Values {
         let messages = messages.collect::<Result<Vec<_>>>()?;
         let counted = (messages.len() as u64).min(MAX_COUNTED_MESSAGES);
         let work = LEAST_WORK + bytes / WORK_OF_BYTES + counted * WORK_OF_MESSAGE;
-        Ok(Self { messages, tools: python::from_json(tools).map_err(Error::Invalid)?, work })
+        let tools = python::from_json(tools).map_err(Error::Invalid)?;
+        let variables =
+            variables.iter().map(|(key, value)| Ok((&key[..], python::from_json(value)?)));
+        // As in transformers, what is not there is none instead of undefined.
+        let variables = [Ok(("documents", ().into()))].into_iter().chain(variables);
+        let variables = variables.collect::<Result<Vec<_>, _>>().map_err(Error::Invalid)?;
+        Ok(Self { messages, tools, variables: Value::from_pairs(variables), work })
     }
 }
 
@@ -338,6 +349,11 @@ fn fault(source: &Source, error: &minijinja::Error, work: u64) -> Error {
             "it takes more than the {work} steps, each with 64 bytes, that a conversation of this length may take: \
              look for a loop that does not end or a value that grows in it"
         ),
+        ErrorKind::UnknownFunction if error.detail().is_some_and(|it| it.starts_with("strftime_now ")) => {
+            "strftime_now is not defined, so that a conversation has the same text on every day: edit the template to \
+             ask whether `strftime_now is defined`, and to write a date of your choice if it is not"
+                .to_owned()
+        }
         _ => error.to_string(),
     };
     let name = source.path.file_name().map_or(source.path.as_path(), Path::new);

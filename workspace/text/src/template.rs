@@ -19,6 +19,10 @@ const DEFAULT: &str = "default";
 /// The tokenizer's settings, with the templates if they have no files.
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const MAX_FILE_BYTES: u64 = 64 << 20;
+/// The first bytes of what Git keeps in place of a large file, and what to do.
+pub(crate) const GIT_LFS: &[u8] = b"version https://git-lfs.github.com/";
+pub(crate) const IS_POINTER: &str =
+    "is a pointer of Git LFS: fetch the file itself, with `git lfs pull`";
 
 /// A chat template with the special tokens that it may name, and another one for conversations with tools if there is one.
 #[derive(Debug)]
@@ -45,7 +49,9 @@ pub(crate) struct Source {
 
 impl Source {
     fn new(path: PathBuf, text: &str) -> Self {
-        let (calls, has_generation) = generation::as_calls(text);
+        // As Jinja does; the hash is that of the file's bytes.
+        let lines = text.replace("\r\n", "\n").replace('\r', "\n");
+        let (calls, has_generation) = generation::as_calls(&lines);
         let words = text.split(|letter: char| !letter.is_alphanumeric() && letter != '_');
         let names = words.map(str::to_owned).collect();
         let (text, reads) = (text.to_owned(), OnceLock::new());
@@ -134,6 +140,9 @@ impl ChatTemplate {
 /// The text of a file; `None` if it does not exist.
 fn read(path: &Path) -> Result<Option<String>> {
     let bytes = moh_files::read_bounded_if_any(path, MAX_FILE_BYTES, "a file with a template")?;
+    if bytes.as_ref().is_some_and(|bytes| bytes.starts_with(GIT_LFS)) {
+        return Err(unusable(path, IS_POINTER).into());
+    }
     Ok(bytes.map(|bytes| moh_files::utf8(path, bytes)).transpose()?)
 }
 
@@ -260,5 +269,7 @@ mod tests {
         }
         let message = rendered(&json!({ "chat_template": "{% for" }), None).unwrap_err();
         assert!(message.contains("tokenizer_config.json: chat template: "), "{message}");
+        let pointer = "version https://git-lfs.github.com/spec/v1\n";
+        assert!(rendered(&json!({}), Some(pointer)).unwrap_err().ends_with(IS_POINTER));
     }
 }

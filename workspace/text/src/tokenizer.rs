@@ -11,8 +11,8 @@ use std::sync::OnceLock;
 use moh_data::{TokenizerContent, TokenizerJson, TokenizerSource};
 use tokenizers::models::bpe::BPE;
 use tokenizers::{
-    DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, Tokenizer,
-    TokenizerImpl,
+    DecoderWrapper, ModelWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper,
+    Tokenizer, TokenizerImpl,
 };
 
 use crate::panics::quietly;
@@ -80,7 +80,7 @@ impl TextTokenizer {
             ));
         }
         if let Some(class) = source.class.as_deref()
-            && let Some(remark) = remark_of_class(class, &inner)
+            && let Some(remark) = remark_of_class(class, &inner, &source.settings)
         {
             source.remarks.push(format!("{}: {remark}", config.display()));
         }
@@ -275,37 +275,79 @@ fn catch_panics<R>(work: impl FnOnce() -> Result<R, String>) -> Result<R, String
     quietly(work).unwrap_or_else(|| Err("its content contradicts itself".to_owned()))
 }
 
-/// What a user should know if transformers 5 splits text by the class of a tokenizer, and the class by other rules than
-/// `tokenizer.json` (`models/{gpt2,llama,qwen2}/tokenization_*.py`, and `AutoTokenizer` for Llama with bytes).
-fn remark_of_class(class: &str, tokenizer: &Tokenizer) -> Option<String> {
-    let kinds: &[&str] = match class.strip_suffix("Fast").unwrap_or(class) {
-        "GPT2Tokenizer" => &["ByteLevel"],
-        "LlamaTokenizer" => &["Metaspace"],
-        "Qwen2Tokenizer" => &["NFC", "Split", "ByteLevel"],
+/// The pattern of Qwen2's class.
+const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// Further classes that build their parts in transformers 5.
+const BUILDERS: &str = "Albert Barthez Bert BigBird Blenderbot Camembert CLIP CodeGen Deberta DebertaV2 Funnel Herbert \
+    LayoutLMv3 Luke MBart MBart50 MPNet Nllb OpenAIGPT Pegasus Qwen3_5 Reformer RemBert Roberta Splinter T5 Whisper XGLM \
+    XLMRoberta XLNet";
+/// The settings of parts that change ids.
+const OF_PARTS: [&str; 5] =
+    ["prepend_scheme", "split", "individual_digits", "add_prefix_space", "use_regex"];
+
+/// What a user should know if transformers 5 builds a tokenizer's parts by its class instead of from `tokenizer.json`, and
+/// others (`models/*/tokenization_*.py`, and `AutoTokenizer` for Llama with bytes).
+fn remark_of_class(
+    class: &str,
+    tokenizer: &Tokenizer,
+    settings: &BTreeMap<String, bool>,
+) -> Option<String> {
+    let set = |name: &str| settings.get(name).copied();
+    let scheme = match (set("add_prefix_space"), set("legacy")) {
+        (Some(false), _) => "never",
+        (_, Some(true)) if class.starts_with("Llama") => "always",
+        _ => "first",
+    };
+    let space = set("add_prefix_space").unwrap_or(false);
+    let bytes = format!("ByteLevel(add_prefix_space={space},use_regex=true)");
+    let metaspace = format!("Metaspace(prepend_scheme={scheme},split=false)");
+    let qwen2 = format!("Split({QWEN2})");
+    let fallback = "BPE(byte_fallback=true)";
+    let name = class.strip_suffix("Fast").unwrap_or(class).strip_suffix("Tokenizer")?;
+    let without_regex = bytes.replace("true)", "false)");
+    let built = match name {
+        "GPT2" => vec!["BPE", &bytes],
+        "GPTNeoX" => vec!["BPE", "NFC", &bytes],
+        "Cohere" => vec!["BPE", "NFC", "Digits(individual_digits=true)", &bytes],
+        "Qwen2" => vec!["BPE", "NFC", &qwen2, &without_regex],
+        "Llama" | "CodeLlama" => vec![fallback, &metaspace],
+        "Gemma" => vec![fallback, "Replace( )", "Split( )"],
+        _ if BUILDERS.split(' ').any(|builder| builder == name) => Vec::new(),
         _ => return None,
     };
-    let mut found = kinds_of(&serde_json::to_value(tokenizer.get_normalizer()).ok()?);
-    found.extend(kinds_of(&serde_json::to_value(tokenizer.get_pre_tokenizer()).ok()?));
-    let is_llama = kinds[0] == "Metaspace";
-    let follows_file = is_llama && found.iter().any(|kind| kind == "ByteLevel");
-    // How files of the first Llamas spell Metaspace.
-    let is_same = found == kinds || is_llama && found == ["Prepend", "Replace"];
-    (!follows_file && !is_same).then(|| {
-        format!(
-            "by its tokenizer_class {class}, transformers 5 splits text by {}, and tokenizer.json, which counts here as in \
-             transformers 4, by {}: ids can differ",
-            kinds.join(", "),
-            if found.is_empty() { "nothing".to_owned() } else { found.join(", ") }
-        )
-    })
+    let mut found = vec![match tokenizer.get_model() {
+        ModelWrapper::BPE(model) if model.byte_fallback => fallback.to_owned(),
+        ModelWrapper::BPE(_) => "BPE".to_owned(),
+        _ => "another model".to_owned(),
+    }];
+    found.extend(parts_of(&serde_json::to_value(tokenizer.get_normalizer()).ok()?));
+    found.extend(parts_of(&serde_json::to_value(tokenizer.get_pre_tokenizer()).ok()?));
+    let follows_file = name == "Llama" && found.iter().any(|part| part.starts_with("ByteLevel"));
+    let differ = match built[..] {
+        [] => "what it splits text by".to_owned(),
+        _ if follows_file || found == built => return None,
+        _ => format!("{}, and tokenizer.json has {}", built.join(", "), found.join(", ")),
+    };
+    Some(format!(
+        "by its tokenizer_class {class}, transformers 5 builds {differ}; here, as in transformers 4, tokenizer.json counts: \
+         compare the ids, or set tokenizer_class to \"PreTrainedTokenizerFast\" if they are to be those of tokenizer.json"
+    ))
 }
 
-/// The kinds of a normalizer or pre-tokenizer, one after the other.
-fn kinds_of(component: &serde_json::Value) -> Vec<String> {
+/// The parts of a normalizer or pre-tokenizer with what changes ids, one after the other.
+fn parts_of(component: &serde_json::Value) -> Vec<String> {
     let parts =
         ["normalizers", "pretokenizers"].into_iter().find_map(|name| component[name].as_array());
-    match parts {
-        Some(parts) => parts.iter().flat_map(kinds_of).collect(),
-        None => component["type"].as_str().map(str::to_owned).into_iter().collect(),
+    if let Some(parts) = parts {
+        return parts.iter().flat_map(parts_of).collect();
     }
+    let Some(kind) = component["type"].as_str() else { return Vec::new() };
+    let pattern = &component["pattern"];
+    let pattern = pattern["Regex"].as_str().or(pattern["String"].as_str()).map(str::to_owned);
+    let set = OF_PARTS.iter().filter_map(|&name| match &component[name] {
+        serde_json::Value::Null => None,
+        value => Some(format!("{name}={value}").replace('"', "")),
+    });
+    let set: Vec<_> = pattern.into_iter().chain(set).collect();
+    vec![if set.is_empty() { kind.to_owned() } else { format!("{kind}({})", set.join(",")) }]
 }

@@ -172,7 +172,9 @@ fn files_in(directory: &Path) -> Result<Vec<PathBuf>> {
         for entry in fs::read_dir(&directory).map_err(moh_files::io(&directory))? {
             let path = entry.map_err(moh_files::io(&directory))?.path();
             let name = path.file_name().unwrap_or_default().as_encoded_bytes();
-            if name.starts_with(b".") || name.starts_with(b"_") {
+            // The hub's dataset repositories have the sizes and fields of their files in that one.
+            let is_information = name == b"dataset_infos.json";
+            if name.starts_with(b".") || name.starts_with(b"_") || is_information {
                 continue;
             }
             if path.is_dir() {
@@ -262,7 +264,7 @@ mod tests {
     fn directories_and_globs_stand_for_sorted_files() {
         let dir = files(
             "d/b.jsonl.zst d/a.PARQUET d/deep/c.txt d/.hidden.txt d/_SUCCESS.txt d/README.md d/x.gz e[1].txt f.txt \
-             d/set/dataset_info.json d/set/state.json d/set/cache-1.arrow d/set/data-00000-of-00001.arrow",
+             d/dataset_infos.json d/set/dataset_info.json d/set/state.json d/set/cache-1.arrow d/set/data-00000-of-00001.arrow",
         );
         let found = expanded(dir.path(), &["f.txt", "d"]).unwrap();
         let data = "f.txt d/a.PARQUET d/b.jsonl.zst d/deep/c.txt d/set/data-00000-of-00001.arrow";

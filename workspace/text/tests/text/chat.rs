@@ -174,7 +174,7 @@ fn a_record_that_is_no_conversation_is_bad_and_says_why() {
         (json!({ "messages": {} }), "the messages are not a list"),
         (json!({ "messages": [] }), "no message"),
         (json!({ "messages": [{ "role": "user", "content": 3 }] }), "chat template: "),
-        (json!({ "messages": turns(1), "tools": 3 }), "\"tools\" is not a list"),
+        (json!({ "messages": turns(1), "tools": 3 }), "the tools are neither a list"),
     ] {
         let error = failure(&case, record);
         assert!(error.contains(expected), "{error}");
@@ -189,7 +189,7 @@ fn a_record_that_is_no_conversation_is_bad_and_says_why() {
     let skipping = Case { bad_records: skips, ..Case::new(&tokenizer, CHAT_ML) };
     skipping.run(std::slice::from_ref(&input), &prefix).unwrap();
     assert!(
-        fs::read_to_string(with_ending(&prefix, ".bad.jsonl")).unwrap().contains("is not a list")
+        fs::read_to_string(with_ending(&prefix, ".bad.jsonl")).unwrap().contains("neither a list")
     );
     fs::write(&input, lines(&[json!({ "messages": [{ "role": "user", "content": "one" }] })]))
         .unwrap();

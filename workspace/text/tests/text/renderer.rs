@@ -21,6 +21,7 @@ fn template(source: &str) -> ChatTemplate {
 /// What comes of a case, by the names that the cases have for it.
 fn found(case: &Value) -> Result<Value> {
     let mut conversation = match &case["messages"] {
+        Value::Null => Conversation::parse(&case["record"].to_string())?,
         Value::String(text) => Conversation::parse(&format!("{{\"messages\": {text}}}"))?,
         messages => Conversation::from_json(messages.clone(), case["tools"].clone())?,
     };

@@ -5,6 +5,7 @@ use std::fs;
 use moh_data::TokenizerFile;
 use moh_text::TextTokenizer;
 use proptest::prelude::*;
+use serde_json::json;
 use tempfile::TempDir;
 
 use moh_testkit::assert_refused;
@@ -75,18 +76,64 @@ fn settings_that_the_tokenizer_does_not_follow_are_named_once() {
         "{end}"
     );
     assert!(space.ends_with("puts no space before a text"), "{space}");
-    let of_class = |class: &str| remarks(serde_json::json!({ "tokenizer_class": class }));
-    for class in ["LlamaTokenizer", "PreTrainedTokenizerFast"] {
-        assert!(of_class(class).is_empty(), "{class}");
-    }
-    let remark = of_class("GPT2TokenizerFast").remove(0);
-    assert!(
-        remark.ends_with(
-            "tokenizer_config.json: by its tokenizer_class GPT2TokenizerFast, transformers 5 splits text by ByteLevel, and \
-             tokenizer.json, which counts here as in transformers 4, by Split, ByteLevel: ids can differ"
+}
+
+#[test]
+fn a_class_of_transformers_that_builds_other_parts_is_named() {
+    let (dir, _) = tokenizer();
+    let tok = dir.path().join("tok");
+    let metaspace = |scheme: &str, split: bool| {
+        json!({
+            "type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme, "split": split,
+        })
+    };
+    let bytes = |space: bool| json!({ "type": "ByteLevel", "add_prefix_space": space, "trim_offsets": true, "use_regex": true });
+    let first = || metaspace("first", false);
+    for (class, setting, falls_back, split, expected) in [
+        ("LlamaTokenizer", None, true, first(), ""),
+        ("LlamaTokenizerFast", None, true, metaspace("first", true), "first,split=true); here"),
+        ("LlamaTokenizer", Some(("legacy", true)), true, first(), "prepend_scheme=always"),
+        ("CodeLlamaTokenizer", Some(("legacy", true)), true, first(), ""),
+        (
+            "LlamaTokenizer",
+            Some(("add_prefix_space", false)),
+            true,
+            first(),
+            "prepend_scheme=never",
         ),
-        "{remark}"
-    );
+        ("LlamaTokenizer", None, false, first(), "and tokenizer.json has BPE, Metaspace("),
+        ("LlamaTokenizer", None, false, bytes(false), ""),
+        ("GPT2Tokenizer", None, false, bytes(false), ""),
+        ("GPT2Tokenizer", None, false, bytes(true), "has BPE, ByteLevel(add_prefix_space=true,"),
+        ("GPTNeoXTokenizer", None, false, bytes(false), "builds BPE, NFC, ByteLevel("),
+        (
+            "GemmaTokenizer",
+            None,
+            true,
+            first(),
+            "builds BPE(byte_fallback=true), Replace( ), Split( )",
+        ),
+        ("Qwen2Tokenizer", None, false, bytes(false), "builds BPE, NFC, Split((?i:"),
+        ("RobertaTokenizer", None, false, bytes(false), "builds what it splits text by; here"),
+        ("XgenTokenizer", None, false, bytes(false), ""),
+        ("PreTrainedTokenizerFast", None, false, bytes(true), ""),
+    ] {
+        edit_json(&tok.join("tokenizer.json"), |file| {
+            file["model"]["byte_fallback"] = falls_back.into();
+            file["pre_tokenizer"] = split;
+        });
+        edit_json(&tok.join("tokenizer_config.json"), |config| {
+            *config = json!({ "tokenizer_class": class });
+            setting.into_iter().for_each(|(name, value): (&str, bool)| config[name] = value.into());
+        });
+        let tokenizer = TextTokenizer::load(&tok).unwrap();
+        let found = tokenizer.remarks().iter().find(|remark| remark.contains("tokenizer_class"));
+        let found = found.map_or("", String::as_str);
+        assert!(
+            found.is_empty() == expected.is_empty() && found.contains(expected),
+            "{class}: {found}"
+        );
+    }
 }
 
 #[test]

@@ -9,6 +9,7 @@ use std::borrow::Cow;
 
 pub(crate) use self::json::list_of_records;
 
+use crate::conversation::VARIABLES;
 use crate::prepare::{Error, Result};
 
 const MAX_SHOWN_KEYS: usize = 5;
@@ -30,8 +31,9 @@ enum Kind {
     Chat,
 }
 
-/// The field of the tools that a conversation's assistant may call.
-const TOOLS: &str = "tools";
+/// The fields of a conversation besides its messages: the tools that the assistant may call, variables of the template,
+/// and those that [`crate::ChatNotes`] names because nothing reads them.
+const OF_CHAT: [&str; 5] = ["tools", VARIABLES, "documents", "functions", "system"];
 
 #[derive(Clone, Debug)]
 enum TemplatePart {
@@ -97,11 +99,10 @@ impl Fields {
         Ok(fields)
     }
 
-    /// The messages of a conversation, in a field or at the end of a path of fields, and its tools if there are any.
+    /// The messages of a conversation, in a field or at the end of a path of fields, and what there is besides.
     pub(crate) fn of_chat(messages: &str) -> Self {
         let mut fields = Self::none(Kind::Chat);
-        fields.push_path(messages);
-        fields.push_path(TOOLS);
+        fields.paths.extend([messages].iter().chain(&OF_CHAT).map(|&path| path.to_owned()));
         fields.grow_tree();
         fields
     }
@@ -179,7 +180,7 @@ impl Fields {
     }
 
     pub(crate) fn is_optional(&self, path: &str) -> bool {
-        self.is_chat() && path == TOOLS
+        self.is_chat() && OF_CHAT.contains(&path)
     }
 
     pub(crate) fn slots<'a>(&self) -> Slots<'a> {
@@ -250,15 +251,22 @@ impl Fields {
             Some(_) => return Err(format!("the {field} {path:?} is not a list of messages")),
             None => return Err(missing(path, nouns, &keys())),
         };
-        let tools = match value_of(slots, 1) {
+        let other = |index: usize| match value_of(slots, index) {
             None | Some(Value::Null) => Cow::Borrowed("null"),
-            Some(Value::Json(tools)) => Cow::Borrowed(&**tools),
+            Some(Value::Json(json)) => Cow::Borrowed(&**json),
             // A text with the tools in JSON.
-            Some(Value::Escaped(tools)) => Cow::Borrowed(*tools),
-            Some(Value::Text(tools)) => serde_json::Value::from(*tools).to_string().into(),
-            Some(_) => return Err(format!("the {field} {TOOLS:?} is not a list")),
+            Some(Value::Escaped(text)) => Cow::Borrowed(*text),
+            Some(Value::Text(text)) => serde_json::Value::from(*text).to_string().into(),
+            // No list or map, which is all that counts.
+            Some(_) => Cow::Borrowed("false"),
         };
-        Ok(format!("{{\"messages\":{messages},\"tools\":{tools}}}"))
+        let is_unread = |index: &usize| !matches!(&*other(*index), "null" | "\"\"" | "[]" | "{}");
+        let unread: Vec<&str> =
+            (3..=OF_CHAT.len()).filter(is_unread).map(|index| OF_CHAT[index - 1]).collect();
+        let [tools, variables] = [other(1), other(2)];
+        Ok(format!(
+            "{{\"messages\":{messages},\"tools\":{tools},\"{VARIABLES}\":{variables},\"unread\":{unread:?}}}"
+        ))
     }
 }
 

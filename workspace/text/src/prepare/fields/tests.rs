@@ -26,6 +26,16 @@ fn every_case_is_the_text_or_the_error_that_it_says() {
 }
 
 #[test]
+fn what_is_beside_the_messages_is_kept_or_named() {
+    let fields = Fields::of_chat("m");
+    let object = r#"{"m":[],"tools":"","system":"s","documents":[],"functions":null,"chat_template_kwargs":{"a":1}}"#;
+    let text = fields.of_json(object, LINE, &mut fields.slots()).unwrap().into_owned();
+    let expected =
+        r#"{"messages":[],"tools":"","chat_template_kwargs":{"a":1},"unread":["system"]}"#;
+    assert_eq!(text, expected);
+}
+
+#[test]
 fn deep_nesting_needs_no_stack() {
     let deep = format!("{{\"d\": {}{}, \"t\": \"\"}}", "[".repeat(1 << 20), "]".repeat(1 << 20));
     assert_eq!(text("t", &deep).unwrap(), "");

@@ -65,16 +65,9 @@ const FIRST_BYTES: [(&[u8], &str); 12] = [
     (b"\x89hdf", "h5"),
     (b"\x7felf", "exe"),
 ];
-/// The first bytes of what Git keeps in place of a large file.
-const GIT_LFS: &[u8] = b"version https://git-lfs.github.com/";
 
 /// Why a file is not read whose name without a compression's ends in `end`, and which starts with `start`.
 pub(crate) fn refusal(name: &Path, end: Option<&str>, start: &[u8]) -> Option<String> {
-    if start.starts_with(GIT_LFS) {
-        return Some(
-            "is a pointer of Git LFS: fetch the file itself, with `git lfs pull`".to_owned(),
-        );
-    }
     let end = end.map(str::to_ascii_lowercase);
     if let Some(table @ ("parquet" | "arrow" | "feather")) = end.as_deref() {
         return Some(format!("is no table of {table}, as its name says: fetch it again"));

@@ -49,9 +49,14 @@ impl<'a> Cells<'a> {
 
     pub(super) fn of(column: &'a dyn Array) -> Self {
         let values = match column.data_type() {
+            DataType::Null => Values::Text(Box::new(|_| Value::Null)),
             DataType::Utf8 => texts(column.as_string::<i32>()),
             DataType::LargeUtf8 => texts(column.as_string::<i64>()),
             DataType::Utf8View => texts(column.as_string_view()),
+            DataType::Binary => bytes(column.as_binary::<i32>()),
+            DataType::LargeBinary => bytes(column.as_binary::<i64>()),
+            DataType::BinaryView => bytes(column.as_binary_view()),
+            DataType::FixedSizeBinary(_) => bytes(column.as_fixed_size_binary()),
             DataType::Dictionary(_, _) => {
                 let dictionary = column.as_any_dictionary();
                 let values = &**dictionary.values();
@@ -98,6 +103,10 @@ impl<'a> Cells<'a> {
         }
     }
 
+    pub(super) fn kind(&self) -> &DataType {
+        self.columns.last().map_or(&DataType::Null, |column| column.data_type())
+    }
+
     fn is_null(&self, row: usize) -> bool {
         self.columns.iter().any(|column| column.is_null(row))
     }
@@ -108,7 +117,7 @@ impl<'a> Cells<'a> {
         }
         match &self.values {
             Values::Text(value) | Values::Scalar(value) => value(row),
-            Values::Nested(nested) => Value::Json(Cow::Owned(nested.json(row).to_string())),
+            Values::Nested(nested) => Value::Json(Cow::Owned(nested.json("", row).to_string())),
             Values::Other => Value::Other,
         }
     }
@@ -116,6 +125,13 @@ impl<'a> Cells<'a> {
 
 fn texts<'a>(texts: impl ArrayAccessor<Item = &'a str> + 'a) -> Values<'a> {
     Values::Text(Box::new(move |row| Value::Text(texts.value(row))))
+}
+
+/// Bytes that may be a text.
+fn bytes<'a>(values: impl ArrayAccessor<Item = &'a [u8]> + 'a) -> Values<'a> {
+    Values::Text(Box::new(move |row| {
+        str::from_utf8(values.value(row)).map_or(Value::Other, Value::Text)
+    }))
 }
 
 fn scalars<'a>(values: impl ArrayAccessor<Item: Display> + 'a) -> Values<'a> {

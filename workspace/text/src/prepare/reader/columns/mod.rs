@@ -119,7 +119,8 @@ fn check(path: &Path, schema: &Schema, fields: &Fields) -> Result<()> {
             return Err(Error::unusable(path, missing(wanted, ROW, &names)));
         };
         let kind = found.data_type();
-        let is_known = is_text(kind) && (!fields.is_chat() || fields.is_optional(wanted))
+        let is_known = fields.is_optional(wanted)
+            || is_text(kind) && !fields.is_chat()
             || fields.is_chat() && nested::is_list(kind)
             || fields.is_template()
                 && (kind.is_integer()

@@ -7,7 +7,7 @@ use arrow_schema::DataType;
 use serde_json::{Map, Value as Json};
 
 use super::cells::Cells;
-use crate::numbers::MARK;
+use crate::numbers::{MARK, NO_JSON};
 use crate::prepare::fields::Value;
 
 /// The values of a column of lists or structures.
@@ -48,32 +48,35 @@ impl<'a> Nested<'a> {
         }
     }
 
-    /// The value in a row, which is not null.
-    pub(super) fn json(&self, row: usize) -> Json {
+    /// The value in a row, which is not null, of the field with this name.
+    pub(super) fn json(&self, name: &str, row: usize) -> Json {
         match self {
             Self::Struct(fields) => {
                 let present = fields.iter().filter_map(|(name, cells)| {
-                    let value = json(cells, row);
+                    let value = json(name, cells, row);
                     (!value.is_null()).then(|| ((*name).to_owned(), value))
                 });
                 Json::Object(present.collect::<Map<_, _>>())
             }
             Self::List(list, cells) => {
-                list.element_range(row).map(|row| json(cells, row)).collect()
+                list.element_range(row).map(|row| json(name, cells, row)).collect()
             }
         }
     }
 }
 
-fn json(cells: &Cells<'_>, row: usize) -> Json {
+fn json(name: &str, cells: &Cells<'_>, row: usize) -> Json {
     if let Some(nested) = cells.nested(row) {
-        return nested.json(row);
+        return nested.json(name, row);
     }
     match cells.value(row) {
         Value::Text(text) => text.into(),
         Value::NotFinite(name) => format!("{MARK}{name}").into(),
         // As JSON writes it.
-        Value::Scalar(text) => serde_json::from_str(&text).unwrap_or(Json::Null),
-        _ => Json::Null,
+        Value::Scalar(text) | Value::Json(text) => {
+            serde_json::from_str(&text).unwrap_or(Json::Null)
+        }
+        Value::Null => Json::Null,
+        _ => format!("{MARK}{NO_JSON}the field {name:?} is {}, no text", cells.kind()).into(),
     }
 }

@@ -7,8 +7,9 @@ use arrow_array::Array as _;
 use arrow_array::cast::AsArray;
 use arrow_array::types::{Int8Type, Int32Type};
 use arrow_array::{
-    ArrayRef, BooleanArray, DictionaryArray, Float64Array, Int64Array, LargeStringArray,
-    RecordBatch, RecordBatchWriter, StringArray, StringViewArray, StructArray,
+    ArrayRef, BinaryArray, BooleanArray, Date32Array, DictionaryArray, FixedSizeListArray,
+    Float64Array, Int64Array, LargeStringArray, RecordBatch, RecordBatchWriter, StringArray,
+    StringViewArray, StructArray,
 };
 use arrow_ipc::CompressionType;
 use arrow_ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
@@ -195,6 +196,30 @@ fn a_column_that_is_missing_or_no_text_is_named() {
         assert!(found.ends_with("the column \"id\" is Int64, not text"), "{name} {found}");
         assert!(error(&bytes, "{in}").contains("the column \"in\" is Struct("), "{name}");
     }
+}
+
+#[test]
+fn a_field_of_a_message_that_json_has_not_says_so_when_it_is_read() {
+    let column = |name: &str, values: ArrayRef| {
+        (Arc::new(Field::new(name, values.data_type().clone(), true)), values)
+    };
+    let bytes = |bytes: &'static [u8]| BinaryArray::from(vec![Some(bytes), None]);
+    let messages = StructArray::from(vec![
+        column("role", Arc::new(bytes(b"user"))),
+        column("content", Arc::new(bytes(b"\xff"))),
+        column("at", Arc::new(Date32Array::from(vec![Some(1), None]))),
+    ]);
+    let kind = Arc::new(Field::new_list_field(messages.data_type().clone(), true));
+    let lists = FixedSizeListArray::new(kind, 1, Arc::new(messages), None);
+    let table = RecordBatch::try_from_iter([("messages", Arc::new(lists) as ArrayRef)]).unwrap();
+    let options =
+        ReadOptions { fields: Arc::new(Fields::of_chat("messages")), ..with_field("text") };
+    let (_dir, path) = written("table", &parquet(&table, WriterProperties::default()));
+    let found = documents(&path, None, options).unwrap();
+    let message = "{\"role\":\"user\",\"content\":\"\u{fdd2}?the field \\\"content\\\" is Binary, no text\",\
+                   \"at\":\"\u{fdd2}?the field \\\"at\\\" is Date32, no text\"}";
+    assert!(found[0].as_ref().unwrap().starts_with(&format!("{{\"messages\":[{message}],")));
+    assert!(found[1].as_ref().unwrap().starts_with("{\"messages\":[{}],"));
 }
 
 #[test]
