@@ -408,7 +408,7 @@ fn print_receipt(
             writeln!(out, "                   {text}: {losses}")?;
         }
     }
-    for remark in receipt.rounding.iter().chain(&receipt.weakness) {
+    for remark in receipt.rounding.iter() {
         writeln!(out, "                   {remark}")?;
     }
     writeln!(out, "  parameters       {}", HumanCount(receipt.parameters))?;

@@ -33,9 +33,6 @@ pub struct Receipt {
     /// What the share of active heads became, if it could not be met exactly.
     #[serde(skip)]
     pub rounding: Option<String>,
-    /// What is weak about the counts that the share of active heads became.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub weakness: Option<String>,
     /// What was measured of the source, and chosen by it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub calibration: Option<CalibrationReceipt>,
@@ -135,7 +132,6 @@ impl Receipt {
             routed_top_k: layers.map(|layer| config.layer_heads(layer).top_k).collect(),
             active_heads: config.active_heads(),
             rounding: request.and_then(|request| request.rounding(heads, kv_heads, moh)),
-            weakness: request.and_then(|request| request.weakness(heads, kv_heads, moh)),
             calibration: options.calibrated.as_ref().map(|calibrated| calibrated.receipt()),
             parameters: config.num_parameters(),
             vocab_size: [original.vocab_size, config.vocab_size],

@@ -30,7 +30,7 @@ pub(crate) fn of_directory(dir: &Path) -> Option<String> {
 type IsFile = fn(&str) -> bool;
 
 /// What a directory with a file of such a name holds, and what to do.
-const FORMATS: [(IsFile, &str); 12] = [
+const FORMATS: [(IsFile, &str); 11] = [
     (
         |name| name.starts_with("checkpoint-"),
         "holds checkpoints, not a model: name one of them, such as DIR/NAME",
@@ -59,10 +59,6 @@ const FORMATS: [(IsFile, &str); 12] = [
     (
         |name| name == "adapter_model.safetensors",
         "holds an adapter of PEFT without its adapter_config.json, not a model",
-    ),
-    (
-        |name| name.contains(".safetensors.index.") && name.ends_with(".json"),
-        "has an index of another name, NAME: rename it to model.safetensors.index.json",
     ),
     (
         |name| name.contains("-00001-of-"),

@@ -128,32 +128,6 @@ impl HeadRequest {
         Some(format!("{}: {active} of {heads}, {met}", share.describe(heads)))
     }
 
-    /// What is weak about the numbers that the share became, and others with as many active heads, if
-    /// each token selects a single routed head: `--active 0.6 of 8 heads: 4 shared heads and 1 of 4
-    /// ...`. Nothing where the shared heads are given.
-    pub fn weakness(
-        &self,
-        heads: usize,
-        kv_heads: usize,
-        source: Option<&MohConfig>,
-    ) -> Option<String> {
-        let groups = HeadGroups { heads, kv_heads };
-        let share = self.share(groups, source).filter(|_| self.shared_heads.is_none())?;
-        let (active, shared) = (share.active(heads), share.default_shared_heads(heads));
-        if share.unit > 1 || active < 2 || active - shared != 1 {
-            return None;
-        }
-        let fewer = if active >= 3 { active / 2 } else { 0 };
-        Some(format!(
-            "{}: {shared} shared {} and 1 of {} routed ones: a token selects a single head; \
-             --shared-heads {fewer} --routed-top-k {} has as many active heads and more to select",
-            share.describe(heads),
-            if shared == 1 { "head" } else { "heads" },
-            heads - shared,
-            active - fewer
-        ))
-    }
-
     /// The share that the counts follow from.
     fn share(&self, groups: HeadGroups, source: Option<&MohConfig>) -> Option<Share> {
         let router = self.router(source);

@@ -89,7 +89,7 @@ pub struct Arguments {
     #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = between(1, MAX_COUNT))]
     pub block_size: usize,
     /// Sequences that may wait: further ones are answered with status 429
-    #[arg(long, value_name = "COUNT", default_value_t = 512, value_parser = between(1, MAX_COUNT))]
+    #[arg(long, value_name = "COUNT", default_value_t = 1024, value_parser = between(1, MAX_COUNT))]
     pub max_queue: usize,
     /// Connections at the same time; of more, those that have waited longest for their clients are closed
     #[arg(long, value_name = "COUNT", default_value_t = 1024, value_parser = between(1, MAX_COUNT))]

@@ -52,10 +52,6 @@ impl Phase {
     pub fn answers(&self) {
         *self.waits_since() = None;
     }
-
-    fn is_answering(&self) -> bool {
-        self.waits_since().is_none()
-    }
 }
 
 /// The end of an answer: the next request is waited for.
@@ -123,7 +119,7 @@ pub async fn serve(
         });
         let of_stream = Arc::clone(&phase);
         let has_left = move |stream: &TcpStream| {
-            has_closed(stream) || of_stream.is_answering() && has_sent_much(stream)
+            has_closed(stream) || of_stream.waits_since().is_none() && has_sent_much(stream)
         };
         let stream = Writing::new(stream, WRITE_TIMEOUT, has_left);
         let connection = http1::Builder::new()

@@ -123,7 +123,6 @@ fn a_directory_without_weights_is_refused() {
         ("pytorch_model.bin", "holds PyTorch weights, which must be saved as safetensors first"),
         ("model.fp16.safetensors", "holds weights of another name, model.fp16.safetensors: rename"),
         ("model-00001-of-00002.safetensors", "holds shards without model.safetensors.index.json"),
-        ("model.safetensors.index.fp16.json", "has an index of another name, model.safetensors."),
         ("model.gguf", "holds weights of llama.cpp"),
         ("__0_0.distcp", "holds a distributed checkpoint of PyTorch"),
         ("zero_to_fp32.py", "holds a checkpoint of DeepSpeed: run its zero_to_fp32.py"),

@@ -75,30 +75,13 @@ fn the_table_of_head_counts_is_the_rule() {
         table.push_str(&format!("| {heads} |"));
         for active in SHARES {
             let (shared, top_k) = resolved(&share(active), heads).unwrap();
-            let weak = share(active).weakness(heads, heads, None).map_or("", |_| " *");
-            table.push_str(&format!(" {shared} + {top_k} of {}{weak} |", heads - shared));
+            table.push_str(&format!(" {shared} + {top_k} of {} |", heads - shared));
         }
         table.push('\n');
     }
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/recipes.md");
     let document = std::fs::read_to_string(path).unwrap();
     assert!(document.contains(&format!("\n\n{table}\n")), "docs/recipes.md needs\n{table}");
-}
-
-#[test]
-fn a_single_selected_head_is_a_weak_default() {
-    let weakness = |active, heads| share(active).weakness(heads, heads, None);
-    let text = weakness(0.6, 8).unwrap();
-    let expected = "--active 0.6 of 8 heads: 4 shared heads and 1 of 4 routed ones: a token selects \
-                    a single head; --shared-heads 2 --routed-top-k 3 has";
-    assert!(text.starts_with(expected), "{text}");
-    assert!(weakness(0.25, 8).unwrap().contains("--shared-heads 0 --routed-top-k 2 "));
-    assert!(weakness(0.25, 8).unwrap().contains(": 1 shared head and 1 of 7 routed ones"));
-    for (active, heads) in [(0.75, 32), (0.75, 8), (0.5, 15), (0.5, 9), (0.1, 8), (1.0, 8)] {
-        assert_eq!(weakness(active, heads), None, "{active} of {heads}");
-    }
-    let given = HeadRequest { shared_heads: Some(4.into()), ..share(0.6) };
-    assert_eq!(given.weakness(8, 8, None), None);
 }
 
 #[test]
@@ -223,7 +206,6 @@ fn a_share_becomes_counts_that_a_router_can_route() {
         let layer = request.resolve(heads, kv_heads, 2, None).unwrap().layer(1);
         let found = (layer.shared.len(), layer.top_k);
         assert_eq!(found, expected, "{router:?}, {active} of {heads}");
-        assert_eq!(request.weakness(heads, kv_heads, None), None);
     }
     let group = HeadRequest { router: Some(Group), ..share(0.8) };
     let rounding = group.rounding(32, 8, None).unwrap();

@@ -203,7 +203,7 @@ mod tests {
         };
         let expected = "\
 step 8, step 3 of stage moh, from the checkpoint of step 6
-loss 4.5000, balance 0.2500, distillation 0.2500, attention output 0.2500, gradient norm NaN, learning rate 5.00e-3
+loss 4.5000, balance 0.2500, distillation 0.2500, gradient norm NaN, learning rate 5.00e-3
 not applied: gradient norm is not finite (limits: loss 9.0000, gradient norm inf)
 
 block  rms after attention  largest  rms after MLP  largest  gradient  entropy  of most  load min  load max

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::support::driver::{
-    Start, finish, finish_on, refusal, refuses, replay, run_in, run_on, stop_at, watch,
+    Start, finish, finish_on, refuses, replay, run_in, run_on, stop_at, watch,
 };
 use crate::support::results::{Results, assert_alike};
 use crate::support::{MICRO_BATCHES, TestRun, arranged, copy_all, flip, run_of, summary_of};
@@ -281,7 +281,6 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
         &FIRST,
         &[FIRST[0], FIRST[1], FIRST[2], BF16],
         &[NUMBERS[0], NUMBERS[1], NUMBERS[2], BF16],
-        &TOTAL,
         &[LEARNED, BF16],
         &LEARNED_FIRST,
         &[ZEROS, BF16],
@@ -443,9 +442,8 @@ fn every_layout_has_the_same_heads_and_matrices() {
         (0, &FIRST[..], 0),
         (1, &[SECOND], 5),
         (2, &NUMBERS, 0),
-        (3, &TOTAL, 0),
-        (4, &[LEARNED], 5),
-        (5, &LEARNED_FIRST, 0),
+        (3, &[LEARNED], 5),
+        (4, &LEARNED_FIRST, 0),
     ] {
         let recipe = |name: &str, layout| {
             let recipe = place.recipe_in(name, &[changes, &MICRO_BATCHES].concat());
@@ -474,7 +472,6 @@ fn the_steps_of_a_calibrated_stage_are_replayed() {
     for (name, changes, step) in [
         ("first", &FIRST[..], 0),
         ("numbers", &NUMBERS, 0),
-        ("total", &TOTAL, 0),
         ("second", &[SECOND, BF16], 5),
         ("learned", &[LEARNED, BF16], 5),
         ("learned-first", &LEARNED_FIRST, 0),
@@ -514,18 +511,6 @@ fn evaluations_before_a_new_router_are_kept_and_not_needed() {
     let mut without = place.recipe_in("without", &changes);
     without.data.validation.clear();
     assert_eq!(finish(&without).weights, results.weights);
-}
-
-#[test]
-fn a_router_that_no_calibration_has_fitted_is_refused() {
-    let place = TestRun::new();
-    // One layer shares all 4 heads, and has no router; the next stage has other heads, and would need it.
-    let dense = "stage.adapt.moh={ router = 'linear', shared_heads = [0, 4], routed_top_k = [3, 0], \
-                 calibration = { tokens = 128 } }";
-    let own = "stage.moh.moh={ router = 'linear', shared_head_ids = [[0], [1]], routed_top_k = 2 }";
-    let error = refusal(&place.recipe_in("run", &[FIRST[0], dense, own]));
-    assert!(error.contains("stage moh needs model.layers."), "{error}");
-    assert!(error.contains("which no calibration has fitted: let it keep the heads"), "{error}");
 }
 
 #[test]
