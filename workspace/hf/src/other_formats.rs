@@ -30,7 +30,7 @@ pub(crate) fn of_directory(dir: &Path) -> Option<String> {
 type IsFile = fn(&str) -> bool;
 
 /// What a directory with a file of such a name holds, and what to do.
-const FORMATS: [(IsFile, &str); 11] = [
+const FORMATS: [(IsFile, &str); 10] = [
     (
         |name| name.starts_with("checkpoint-"),
         "holds checkpoints, not a model: name one of them, such as DIR/NAME",
@@ -55,10 +55,6 @@ const FORMATS: [(IsFile, &str); 11] = [
     (
         |name| name.ends_with(".gguf"),
         "holds weights of llama.cpp (.gguf): start from the model that they were made of",
-    ),
-    (
-        |name| name == "adapter_model.safetensors",
-        "holds an adapter of PEFT without its adapter_config.json, not a model",
     ),
     (
         |name| name.contains("-00001-of-"),

@@ -224,9 +224,14 @@ impl LayerLog {
             OpenOptions::new().read(true).write(true).open(&self.path)
         };
         let file = open().map_err(moh_files::io(&self.path))?;
-        if file.try_lock().is_err() {
-            let reason = "another calibration writes it: wait for its end, or write elsewhere";
-            return Err(moh_files::unusable(&self.path, reason.to_owned()).into());
+        // A process that this one is about to start has a copy of each open file, and of its lock, for a moment.
+        let mut tries = 0..100;
+        while file.try_lock().is_err() {
+            if tries.next().is_none() {
+                let reason = "another calibration writes it: wait for its end, or write elsewhere";
+                return Err(moh_files::unusable(&self.path, reason.to_owned()).into());
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
         }
         Ok(file)
     }
