@@ -318,11 +318,8 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
                 let x = &self.streams.calibrated[stream];
                 let of_pass = &mut outputs[passes.elements(pass, inputs)];
                 attend(&mut self.block, self.config.head_dim, moh, x, of_pass)?;
-                let scales = norm_scales(self.config, &after.after_attention);
-                let mut target = difference(&after.after_attention, x);
-                scale(&mut target, &scales);
                 let mut features = of_pass.to_vec();
-                scale(&mut features, &scales);
+                let target = weighed(self.config, &after.after_attention, x, &mut features);
                 self.sums.add(&features, &target)?;
             }
             let products = self.sums.take();
@@ -378,11 +375,7 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
             }
             let mut of_pass = self.block.attend()?;
             let after = self.block.after_attention(&x, &of_pass)?.after_attention;
-            let scales = norm_scales(self.config, &after);
-            let mut target = difference(&after, &x);
-            scale(&mut target, &scales);
-            scale(&mut of_pass, &scales);
-            targets.extend(target);
+            targets.extend(weighed(self.config, &after, &x, &mut of_pass));
             outputs.extend(of_pass);
         }
         let weight = matrix(projection, inputs);
@@ -460,8 +453,16 @@ fn attend<B: Backend>(
     Ok(())
 }
 
-/// By what RMSNorm multiplies each token of a residual stream, `[tokens, hidden_size]`. Errors are weighed by it, as the
-/// layers behind it do; else the few tokens with large streams, such as the first of a window, would decide the fits.
+/// Returns a fit's target, `after - x`. Each token of the target and of the heads' `outputs` is multiplied by its factor in the
+/// RMSNorm of `after`, the dense model's stream after attention. Else few tokens with large streams would decide the fit.
+fn weighed(config: &ModelConfig, after: &[f32], x: &[f32], outputs: &mut [f32]) -> Vec<f32> {
+    let (scales, mut target) = (norm_scales(config, after), difference(after, x));
+    scale(&mut target, &scales);
+    scale(outputs, &scales);
+    target
+}
+
+/// The factor of each token in the RMSNorm of a residual stream, `[tokens, hidden_size]`.
 fn norm_scales(config: &ModelConfig, stream: &[f32]) -> Vec<f32> {
     let scale = |x: &[f32]| {
         let mean = x.iter().map(|x| x * x).sum::<f32>() / x.len() as f32;

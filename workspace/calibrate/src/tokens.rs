@@ -201,8 +201,8 @@ impl CalibrationTokens {
         &self.ids[pass * self.passes.pass()..][..self.passes.pass()]
     }
 
-    /// The windows on which sets of heads are searched, whole passes of them: one of each of as many equal parts of those of
-    /// fits, at another place in each, since texts may take turns.
+    /// The windows on which sets of heads are searched, in whole passes: one from each of equal parts of the windows of fits.
+    /// Its place differs from part to part, because windows of several texts may take turns.
     pub(crate) fn search_windows(&self, width: usize) -> Vec<usize> {
         let of_pass = |pass| pass * self.passes.batch..(pass + 1) * self.passes.batch;
         let all: Vec<usize> = self.passes.of(Part::Fit).flat_map(of_pass).collect();
