@@ -408,7 +408,7 @@ fn print_receipt(
             writeln!(out, "                   {text}: {losses}")?;
         }
     }
-    for remark in receipt.rounding.iter() {
+    if let Some(remark) = &receipt.rounding {
         writeln!(out, "                   {remark}")?;
     }
     writeln!(out, "  parameters       {}", HumanCount(receipt.parameters))?;

@@ -243,7 +243,7 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Makes the output head of files without an embedding the embedding, of which it is a copy in a tied model.
+    /// Renames the output head to the embedding if the files have no embedding: a tied model has one matrix for both.
     pub(crate) fn embed_with_head(&mut self) {
         if self.by_name.contains_key(EMBEDDING) {
             return;

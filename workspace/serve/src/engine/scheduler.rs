@@ -262,9 +262,9 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     /// have, among which it is.
     fn is_many(&self, waiting: &Submission) -> bool {
         let of_request = self.running.iter().filter(|sequence| sequence.is_of(waiting)).count();
-        let many = self.running.iter().filter(|it| it.request.generates_many()).count();
+        let many = || self.running.iter().filter(|it| it.request.generates_many()).count();
         let places = self.limits.sequences - self.limits.sequences / OF_FEW;
-        of_request >= self.most() || waiting.request.generates_many() && many >= places
+        of_request >= self.most() || waiting.request.generates_many() && many() >= places
     }
 
     /// Whether one more sequence may be computed.

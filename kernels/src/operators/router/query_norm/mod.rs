@@ -13,8 +13,8 @@
 //! selected = the k / M groups with the largest sums of squares, M the heads of a group
 //! ```
 //!
-//! The gates of a token sum to 1 with both of them. Groups have no standard deviation: that of two
-//! groups would make their gates constants.
+//! With both routers the gates of a token sum to 1. The norms of groups are not divided by a standard
+//! deviation, which would make the gates of two groups constants.
 //!
 //! Backward, straight-through: the gradient of a selected head's weight, `<dO, O>`, is taken as
 //! its gate's; heads that were not selected get none, since their outputs are not computed
