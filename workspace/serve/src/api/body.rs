@@ -1,5 +1,5 @@
-//! The body of a request, within limits of its size and of the time in which it arrives. A body reserves what has arrived
-//! of it and nothing else, so that those that do not arrive keep nobody waiting.
+//! The body of a request, within limits of its size and of the time in which it arrives. A body reserves memory for what has
+//! arrived of it, and for the values of that, and nothing else, so that those that do not arrive keep nobody waiting.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,11 +17,18 @@ use crate::server::Phase;
 
 /// Bytes of a body at most: more than the text of any context.
 const MAX_BYTES: usize = 8 << 20;
+/// Values of a body at most, an object counting as several.
+const MAX_VALUES: usize = 1 << 19;
+/// Bytes of memory of a value, roughly, beside its text.
+const VALUE_BYTES: usize = 64;
+/// Values that take as much memory as an object does with its first entries.
+const OBJECT_VALUES: usize = 6;
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 /// The time in which [`LONG_BYTES`] more of a long body have to arrive, or find room.
 const PART_TIMEOUT: Duration = Duration::from_secs(2);
-/// KiB of the bodies that have arrived and are not worked through, beside the first [`LONG_BYTES`] of each.
-static ROOM_KIB: Semaphore = Semaphore::const_new(64 << 10);
+/// KiB of the bodies that have arrived and are not worked through, and of their values, beside the first [`LONG_BYTES`] of
+/// each.
+static ROOM_KIB: Semaphore = Semaphore::const_new(128 << 10);
 
 /// The room of a body or an answer, until it is dropped.
 pub(super) type Room = Option<SemaphorePermit<'static>>;
@@ -59,7 +66,7 @@ async fn read(
     most: usize,
     part_timeout: Duration,
 ) -> Result<(Vec<u8>, Room), ApiError> {
-    let (mut bytes, mut room) = (Vec::new(), Room::None);
+    let (mut bytes, mut values, mut room) = (Vec::new(), Values::default(), Room::None);
     let mut stream = body.into_data_stream();
     let end = Instant::now() + READ_TIMEOUT;
     let (mut last, mut part_end) = (0, end);
@@ -76,7 +83,13 @@ async fn read(
             return Err(too_long(most));
         }
         bytes.extend_from_slice(&part);
-        let needed = bytes.len().saturating_sub(LONG_BYTES).div_ceil(1 << 10);
+        values.add(&part);
+        if values.count > MAX_VALUES {
+            let message = format!("the body has more than {MAX_VALUES} values: divide it");
+            return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message));
+        }
+        let memory = bytes.len() + values.count * VALUE_BYTES;
+        let needed = memory.saturating_sub(LONG_BYTES).div_ceil(1 << 10);
         let more = needed - room.as_ref().map_or(0, SemaphorePermit::num_permits);
         if more > 0 {
             let found =
@@ -92,6 +105,29 @@ async fn read(
         }
         if bytes.len() - last >= LONG_BYTES {
             (last, part_end) = (bytes.len(), end.min(Instant::now() + part_timeout));
+        }
+    }
+}
+
+/// The number of values in the JSON text that has arrived, or somewhat more.
+#[derive(Debug, Default)]
+struct Values {
+    count: usize,
+    in_string: bool,
+    is_escaped: bool,
+}
+
+impl Values {
+    fn add(&mut self, text: &[u8]) {
+        for &byte in text {
+            match (self.in_string, byte) {
+                (true, _) if self.is_escaped => self.is_escaped = false,
+                (true, b'\\') => self.is_escaped = true,
+                (_, b'"') => self.in_string = !self.in_string,
+                (false, b',' | b'[') => self.count += 1,
+                (false, b'{') => self.count += OBJECT_VALUES,
+                _ => {}
+            }
         }
     }
 }
@@ -115,6 +151,19 @@ mod tests {
         let parts = ["123", "456"].map(Ok::<_, Infallible>);
         let endless = Body::from_stream(tokio_stream::iter(parts));
         assert_eq!(read(endless, 5, SHORT).await.unwrap_err(), error);
+    }
+
+    #[tokio::test]
+    async fn a_body_has_a_limited_number_of_values() {
+        let mut values = Values::default();
+        for part in [&br#"{"a": [1, "\"#[..], br#"",[", {}]}"#] {
+            values.add(part);
+        }
+        assert_eq!(values.count, 2 * OBJECT_VALUES + 3);
+        let list = |count: usize| Body::from("1,".repeat(count));
+        assert!(read(list(MAX_VALUES), MAX_BYTES, SHORT).await.is_ok());
+        let error = read(list(MAX_VALUES + 1), MAX_BYTES, SHORT).await.unwrap_err();
+        assert_eq!(error.status, StatusCode::PAYLOAD_TOO_LARGE);
     }
 
     #[tokio::test]

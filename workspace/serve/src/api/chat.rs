@@ -16,6 +16,9 @@ use super::work::within_limit;
 use super::{ApiError, Fields, Served, answer_id};
 use crate::engine::GeneratedToken;
 
+/// Messages for which a template may do as much again as for none.
+const THREAD_MESSAGES: usize = 4000;
+
 pub(super) async fn chat_completions(
     State(served): State<Arc<Served>>,
     mut fields: Fields,
@@ -53,8 +56,12 @@ pub(super) async fn chat_completions(
 
     let conversation = conversation(messages)?;
     let rendering = Arc::clone(&served);
-    let what = "the chat template";
-    let text = within_limit(what, move || render(&rendering, &conversation)).await?;
+    let threads = 1 + conversation.messages().len() / THREAD_MESSAGES;
+    // A rendering that is given up keeps the conversation, and its room.
+    let (text, body) = within_limit("the chat template", threads, move || {
+        Ok((render(&rendering, &conversation)?, body))
+    })
+    .await?;
     let (prompt, _) = served.encode(text, false, served.context, "messages").await?;
     drop(body);
     let room = served.room_after(&prompt, "messages")?;

@@ -3,16 +3,12 @@
 
 use std::fmt::Display;
 
-use axum::http::StatusCode;
 use moh_text::beyond_json;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::ApiError;
 use super::body::Room;
-
-/// Values of a body at most: each takes far more memory than its text.
-const MAX_VALUES: usize = 1 << 19;
 
 /// The fields that are not taken yet.
 #[derive(Debug)]
@@ -24,10 +20,6 @@ pub struct Fields {
 impl Fields {
     /// The fields of a body, which has this room.
     pub(super) fn parse(body: &[u8], room: Room) -> Result<Self, ApiError> {
-        if num_values(body) > MAX_VALUES {
-            let message = format!("the body has more than {MAX_VALUES} values: divide it");
-            return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message));
-        }
         let not_json =
             |error: &dyn Display| ApiError::invalid(format!("the body is not JSON: {error}"), None);
         let text = str::from_utf8(body).map_err(|error| not_json(&error))?;
@@ -102,34 +94,5 @@ impl Fields {
                 ))
             }
         }
-    }
-}
-
-/// The number of values of a JSON text, or somewhat more.
-fn num_values(text: &[u8]) -> usize {
-    let (mut count, mut in_string, mut is_escaped) = (1, false, false);
-    for &byte in text {
-        match (in_string, byte) {
-            (true, _) if is_escaped => is_escaped = false,
-            (true, b'\\') => is_escaped = true,
-            (_, b'"') => in_string = !in_string,
-            (false, b',' | b'[' | b'{') => count += 1,
-            _ => {}
-        }
-    }
-    count
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_body_has_a_limited_number_of_values() {
-        assert_eq!(num_values(br#"{"a": [1, "\",[", {}]}"#), 6);
-        let list = |count: usize| format!("{{\"a\": [{}1]}}", "1,".repeat(count)).into_bytes();
-        assert!(Fields::parse(&list(MAX_VALUES - 3), None).is_ok());
-        let error = Fields::parse(&list(MAX_VALUES), None).unwrap_err();
-        assert_eq!(error.status, StatusCode::PAYLOAD_TOO_LARGE);
     }
 }

@@ -20,8 +20,9 @@ static SOME: Semaphore = Semaphore::const_new(4);
 static LONG: [Semaphore; 2] = [Semaphore::const_new(1), Semaphore::const_new(1)];
 /// Work with a limit of its time that is done at the same time.
 static LIMITED: Semaphore = Semaphore::const_new(8);
-/// Threads with such work at most, those that were given up among them.
-static THREADS: Semaphore = Semaphore::const_new(24);
+/// Threads with such work at most, those that were given up among them; one with much work counts as several.
+const THREADS: usize = 24;
+static THREAD_PLACES: Semaphore = Semaphore::const_new(THREADS);
 /// The stack of a thread, of which only what is used takes memory: values of a template may be deep.
 const STACK_BYTES: usize = 1 << 28;
 /// The time that such work may take, and may wait for its turn.
@@ -49,9 +50,10 @@ pub(super) async fn off_thread<R: Send + 'static>(
     start(work, place)?.await.unwrap_or_else(|_| Err(failed()))
 }
 
-/// Does work that may not end; `what` is what errors call it.
+/// Does work that may not end, of so many threads' memory; `what` is what errors call it.
 pub(super) async fn within_limit<R: Send + 'static>(
     what: &str,
+    threads: usize,
     work: impl FnOnce() -> Result<R, ApiError> + Send + 'static,
 ) -> Result<R, ApiError> {
     let busy = || {
@@ -60,8 +62,8 @@ pub(super) async fn within_limit<R: Send + 'static>(
         ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message)
     };
     let Ok(Ok(_place)) = timeout(LIMIT, LIMITED.acquire()).await else { return Err(busy()) };
-    let thread = THREADS.try_acquire().map_err(|_| busy())?;
-    match timeout(LIMIT, start(work, thread)?).await {
+    let places = THREAD_PLACES.try_acquire_many(threads.min(THREADS) as u32).map_err(|_| busy())?;
+    match timeout(LIMIT, start(work, places)?).await {
         Ok(done) => done.unwrap_or_else(|_| Err(failed())),
         Err(_) => {
             let message = format!("{what} takes longer than {} seconds", LIMIT.as_secs());
@@ -104,12 +106,12 @@ mod tests {
         let ends = std::sync::Arc::new(std::sync::Mutex::new(ends));
         let endless = || {
             let ends = std::sync::Arc::clone(&ends);
-            tokio::spawn(within_limit("it", move || {
+            tokio::spawn(within_limit("it", 2, move || {
                 Ok(ends.lock().is_ok_and(|it| it.recv().is_ok()))
             }))
         };
         // All places at first, and later all threads.
-        let first: Vec<_> = (0..24).map(|_| endless()).collect();
+        let first: Vec<_> = (0..THREADS / 2).map(|_| endless()).collect();
         assert_eq!(off_thread(Kind::Text, 1, || Ok(1)).await, Ok(1));
         assert_eq!(off_thread(Kind::Body, LONG_BYTES, || Ok(2)).await, Ok(2));
         assert!(start.elapsed() < LIMIT);
@@ -119,6 +121,8 @@ mod tests {
         }
         assert!(start.elapsed() < 4 * LIMIT);
         drop(end);
-        assert_eq!(within_limit("it", || Ok(3)).await, Ok(3));
+        // Threads that were given up leave their places when they end.
+        drop(THREAD_PLACES.acquire_many(THREADS as u32).await);
+        assert_eq!(within_limit("it", 1, || Ok(3)).await, Ok(3));
     }
 }

@@ -1,4 +1,5 @@
-//! A body that keeps something until it is sent or given up.
+//! A body that keeps something until it is sent or given up, and is sent in pieces: hyper takes the next one when little is
+//! left of those before.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -6,17 +7,22 @@ use std::task::{Context, Poll};
 use axum::body::{Body, Bytes, HttpBody};
 use hyper::body::{Frame, SizeHint};
 
+/// Bytes of a piece.
+const PIECE: usize = 64 << 10;
+
 /// A body, and what is dropped with it.
 #[derive(Debug)]
 pub struct Held<H> {
     body: Body,
+    /// The rest of a frame.
+    rest: Bytes,
     _held: H,
 }
 
 impl<H> Held<H> {
     /// Keeps `held` with a body.
     pub fn new(body: Body, held: H) -> Self {
-        Held { body, _held: held }
+        Held { body, rest: Bytes::new(), _held: held }
     }
 }
 
@@ -28,14 +34,55 @@ impl<H: Unpin> HttpBody for Held<H> {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
+        if self.rest.is_empty() {
+            let polled = Pin::new(&mut self.body).poll_frame(context);
+            match polled.map_ok(Frame::into_data) {
+                Poll::Ready(Some(Ok(Ok(data)))) => self.rest = data,
+                Poll::Ready(Some(Ok(Err(trailers)))) => return Poll::Ready(Some(Ok(trailers))),
+                Poll::Ready(Some(Err(error))) => return Poll::Ready(Some(Err(error))),
+                Poll::Ready(None) => return Poll::Ready(None),
+                Poll::Pending => return Poll::Pending,
+            }
+        }
+        let length = self.rest.len().min(PIECE);
+        Poll::Ready(Some(Ok(Frame::data(self.rest.split_to(length)))))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.rest.is_empty() && self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        let (rest, mut hint) = (self.rest.len() as u64, self.body.size_hint());
+        if let Some(upper) = hint.upper() {
+            hint.set_upper(upper + rest);
+        }
+        hint.set_lower(hint.lower() + rest);
+        hint
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio_stream::StreamExt as _;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn what_is_held_is_kept_until_the_last_piece_is_taken() {
+        let held = std::sync::Arc::new(());
+        let bytes: Vec<u8> = (0..2 * PIECE + 5).map(|i| i as u8).collect();
+        let body = Held::new(Body::from(bytes.clone()), std::sync::Arc::clone(&held));
+        assert_eq!(body.size_hint().exact(), Some(bytes.len() as u64));
+        let mut stream = Body::new(body).into_data_stream();
+        let mut taken = Vec::new();
+        for length in [PIECE, PIECE, 5] {
+            assert_eq!(std::sync::Arc::strong_count(&held), 2);
+            let piece = stream.next().await.unwrap().unwrap();
+            assert_eq!(piece.len(), length);
+            taken.extend(piece);
+        }
+        assert!(stream.next().await.is_none());
+        assert_eq!(taken, bytes);
     }
 }
