@@ -130,13 +130,13 @@ def load_model(model, dtype="float32", device="cpu", batch_size=8, max_length=No
 
 @contextlib.contextmanager
 def served_model(program, directory, *options):
-    """A model of the harness: the one in a directory, which a moh-serve serves meanwhile."""
+    """A model of the harness: the one in a directory, which a moh-serve serves in f32 meanwhile."""
     require()
     import transformers
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     transformers.utils.logging.set_verbosity_error()
-    with serve(program, directory, "--served-model-name", "model", *options) as (_, address):
+    with serve(program, directory, "--served-model-name", "model", "--dtype", "f32", *options) as (_, address):
         model = LocalCompletionsAPI(
             model="model",
             base_url=f"{address}v1/completions",

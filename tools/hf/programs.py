@@ -81,7 +81,8 @@ def our_logits(directory, ids, scratch):
     """The logits of `ids` by moh-eval, and for each layer that routes which heads were selected."""
     (scratch / "ids.json").write_text(json.dumps(ids.tolist()))
     out = scratch / "logits.safetensors"
-    run("moh-eval", "logits", "--model", directory, "--ids", scratch / "ids.json", "--out", out, "--force")
+    files = ("--ids", scratch / "ids.json", "--out", out, "--force")
+    run("moh-eval", "logits", "--model", directory, *files, "--dtype", "f32")
     tensors = load_file(out)
     if "routed_mask" in tensors:
         masks = list(tensors["routed_mask"])

@@ -115,7 +115,7 @@ class Cached(Models):
             theirs = pipeline([begin + PROMPT, begin + "The"], batch_size=2, **options)
             for prompt, result in zip([PROMPT, "The"], theirs):
                 ours = run(
-                    "moh-generate", "--model", self.model(name), "--prompt", prompt, "--max-tokens", LENGTH
+                    "moh-generate", "--model", self.model(name), "--prompt", prompt, "--max-tokens", LENGTH, "--dtype", "f32"
                 )
                 self.assertEqual(ours.strip(), result[0]["generated_text"].removeprefix(begin).strip())
 

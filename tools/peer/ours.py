@@ -37,7 +37,7 @@ class Programs:
     def generate(self, model: Path, prompt: str, tokens: int) -> tuple[float, str]:
         """Tokens per second after the prompt, and the text."""
         done = self.run(
-            "moh-generate", "--model", model, "--prompt", prompt, "--max-tokens", tokens
+            "moh-generate", "--model", model, "--prompt", prompt, "--max-tokens", tokens, "--dtype", "f32"
         )
         found = re.search(r"([\d.]+) tokens/s after a prompt", done.stderr)
         if not found:

@@ -167,7 +167,8 @@ def main():
         sentence = json.loads(run(*evaluate, "heads", model, "--sentence", TEXT, "--json", *device))["sentence"]
         ids = [token["id"] for token in sentence["tokens"]]
         (place / "ids.json").write_text(json.dumps([ids]))
-        run(*evaluate, "logits", "--model", model, "--ids", place / "ids.json", "--out", place / "logits", *device)
+        files = ("--ids", place / "ids.json", "--out", place / "logits")
+        run(*evaluate, "logits", "--model", model, *files, "--dtype", "f32", *device)
         logits, found = reference(model, torch.tensor(ids))
         fine = [compare("logits", load_file(place / "logits")["logits"][0], logits)]
         for index, (layer, (weights, gates)) in enumerate(zip(sentence["layers"], found)):

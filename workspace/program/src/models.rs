@@ -8,8 +8,9 @@ use crate::progress::Bar;
 use anyhow::{Context as _, bail};
 use moh_checkpoint::run_directory::{RunCheckpoint, not_a_model};
 use moh_hf::hub::{FileSet, Hub};
-use moh_hf::{ConfigFile, StoredModel};
-use moh_kernels::{Backend, Element};
+use moh_hf::{ConfigFile, StoredModel, WeightFiles};
+use moh_kernels::{Backend, Element, ElementType};
+use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD};
 use moh_model::{Model, ModelConfig};
 use moh_text::TextTokenizer;
 
@@ -108,6 +109,25 @@ impl NamedModel {
             })?,
         };
         model_tokenizer(&directory, self.config.vocab_size)
+    }
+
+    /// The element type of its computation: the one that is asked for, or that of its embedding, or f32 where this is
+    /// another one.
+    pub fn element_type(&self, asked: Option<ElementType>) -> anyhow::Result<ElementType> {
+        let stored = match (asked, &self.place) {
+            (Some(asked), _) => return Ok(asked),
+            (None, Place::Checkpoint(checkpoint)) => checkpoint.export_type()?,
+            (None, Place::Directory(directory)) => {
+                let weights = WeightFiles::open(directory)?;
+                // A tied model may have the head alone.
+                weights
+                    .get(EMBEDDING)
+                    .or_else(|error| weights.get(OUTPUT_HEAD).map_err(|_| error))?
+                    .dtype
+            }
+        };
+        let of_stored = ElementType::ALL.into_iter().find(|known| known.dtype() == stored);
+        Ok(of_stored.unwrap_or(ElementType::F32))
     }
 
     /// Loads the model to a device, for sequences of up to `positions` tokens.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::{Context as _, bail};
 use moh_checkpoint::run_directory::RunCheckpoint;
 use moh_kernels::open_device::{Compute, DeviceName, available_memory};
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Backend, Element, ElementType};
 use moh_model::{BatchOptions, Model, ModelConfig};
 use moh_program::models::{NamedModel, Place};
 use moh_program::{counted, exit, options};
@@ -59,6 +59,11 @@ impl<'a> Serve<'a> {
         let served = Arc::new(describe(arguments, &model, engine)?);
         let listener = listen(SocketAddr::new(arguments.host, arguments.port))?;
         Ok(Serve { arguments, model, served, inbox, guard, listener })
+    }
+
+    /// The element type of the model's computation.
+    pub fn element_type(&self) -> anyhow::Result<ElementType> {
+        self.model.element_type(self.arguments.dtype)
     }
 }
 
@@ -296,7 +301,7 @@ fn cache_sizes<T: Element>(
     }
     exit::stderr_line(format_args!(
         "{}, {} of {} heads active, a cache of {}, {:.2} GB (--kv-cache-tokens)",
-        arguments.dtype.name(),
+        T::ELEMENT.name(),
         config.active_heads(),
         config.num_attention_heads,
         counted((blocks * block_length) as u64, "token"),

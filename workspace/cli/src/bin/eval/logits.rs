@@ -27,9 +27,9 @@ pub(crate) struct LogitsArguments {
     /// Replace --out if it exists
     #[arg(long)]
     force: bool,
-    /// Element type of the computation
-    #[arg(long, value_parser = options::element_types(), default_value = "f32")]
-    dtype: ElementType,
+    /// Element type of the computation [default: that of the model's weights]
+    #[arg(long, value_parser = options::element_types())]
+    dtype: Option<ElementType>,
     /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
     device: DeviceName,
@@ -37,25 +37,30 @@ pub(crate) struct LogitsArguments {
 
 impl LogitsArguments {
     pub(crate) fn run(&self) -> anyhow::Result<()> {
-        options::open_device(self.device)?.compute(self.dtype, self)
+        make_room(&self.out, self.force)?;
+        let named = NamedModel::open(&self.model, self.revision.as_deref())?;
+        let dtype = named.element_type(self.dtype)?;
+        options::open_device(self.device)?.compute(dtype, Logits(self, named))
     }
 }
 
-impl Compute for &LogitsArguments {
+/// The logits of a model.
+struct Logits<'a>(&'a LogitsArguments, NamedModel);
+
+impl Compute for Logits<'_> {
     type Output = anyhow::Result<()>;
 
     fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
-        make_room(&self.out, self.force)?;
-        let named = NamedModel::open(&self.model, self.revision.as_deref())?;
-        let ids = read_ids(&self.ids, named.config.max_position_embeddings)?;
+        let Logits(arguments, named) = self;
+        let ids = read_ids(&arguments.ids, named.config.max_position_embeddings)?;
         let length = ids.first().map_or(0, Vec::len);
         let mut model = named.load::<B, T>(backend, length)?;
         let output = model.run(&ids)?;
-        write_logits(&output, &self.out)?;
+        write_logits(&output, &arguments.out)?;
         writeln!(
             stdout(),
             "{}: logits of {} x {} tokens",
-            self.out.display(),
+            arguments.out.display(),
             output.batch,
             output.length
         )?;

@@ -40,9 +40,9 @@ pub(crate) struct LossArguments {
     /// Print JSON instead of text
     #[arg(long)]
     pub json: bool,
-    /// Element type of the computation
-    #[arg(long, value_parser = options::element_types(), default_value = "f32")]
-    pub dtype: ElementType,
+    /// Element type of the computation [default: that of the models' weights, f32 if they differ]
+    #[arg(long, value_parser = options::element_types())]
+    dtype: Option<ElementType>,
     /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
     device: DeviceName,
@@ -62,44 +62,51 @@ impl LossArguments {
             let message = "--revision: is one model's, but several are named";
             return Err(exit::Usage(message.to_owned()).into());
         }
-        options::open_device(self.device)?.compute(self.dtype, self)
+        let open = |name: &String| NamedModel::open(name, self.revision.as_deref());
+        let models = self.models.iter().map(open).collect::<Result<Vec<_>, _>>()?;
+        let types = models.iter().map(|model| model.element_type(self.dtype));
+        let types = types.collect::<Result<Vec<_>, _>>()?;
+        let is_bf16 = types.iter().all(|&dtype| dtype == ElementType::BF16);
+        let dtype = if is_bf16 { ElementType::BF16 } else { ElementType::F32 };
+        options::open_device(self.device)?.compute(dtype, Losses(self, models))
     }
 }
 
-impl Compute for &LossArguments {
+/// The losses of some models.
+struct Losses<'a>(&'a LossArguments, Vec<NamedModel>);
+
+impl Compute for Losses<'_> {
     type Output = anyhow::Result<()>;
 
     fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
-        let revision = self.revision.as_deref();
-        let open = |name: &String| NamedModel::open(name, revision);
-        let models = self.models.iter().map(open).collect::<Result<Vec<_>, _>>()?;
-        let length = window_length(&models, self.sequence_length)?;
+        let Losses(arguments, models) = self;
+        let length = window_length(&models, arguments.sequence_length)?;
         // All files before the first model: a length that exceeds a file may also exceed the memory.
         let texts = |model: &NamedModel| {
             let text = |prefix: &PathBuf| {
-                let windows = windows(model, prefix, length, self.allow_other_tokenizer)?;
-                Ok::<_, anyhow::Error>(match self.limit {
+                let windows = windows(model, prefix, length, arguments.allow_other_tokenizer)?;
+                Ok::<_, anyhow::Error>(match arguments.limit {
                     Some(limit) => windows.spread(limit),
                     None => windows,
                 })
             };
-            self.data.iter().map(text).collect::<Result<Vec<_>, _>>()
+            arguments.data.iter().map(text).collect::<Result<Vec<_>, _>>()
         };
         let texts = models.iter().map(texts).collect::<Result<Vec<_>, _>>()?;
-        if self.sequence_length.is_none() {
+        if arguments.sequence_length.is_none() {
             say_length(length, &models);
         }
         let mut measured = Vec::new();
         for (named, texts) in models.iter().zip(&texts) {
             let mut model = named.load::<B, T>(backend.clone(), length)?;
-            for (windows, prefix) in texts.iter().zip(&self.data) {
-                let (loss, routing) = loss(&mut model, named, windows, self.heads)?;
+            for (windows, prefix) in texts.iter().zip(&arguments.data) {
+                let (loss, routing) = loss(&mut model, named, windows, arguments.heads)?;
                 let (model, data) = (named.name.clone(), prefix.display().to_string());
                 let windows = windows.len();
                 measured.push(LossMeasurement { model, data, windows, loss, routing });
             }
         }
-        print(&mut stdout(), self, length, &measured)
+        print(&mut stdout(), arguments, T::ELEMENT, length, &measured)
     }
 }
 

@@ -3,6 +3,7 @@
 use std::io::Write;
 
 use moh_files::units::percent;
+use moh_kernels::ElementType;
 use moh_model::router::RoutingStatistics;
 use moh_program::table::aligned;
 use moh_step::Loss;
@@ -19,17 +20,17 @@ pub(crate) struct LossMeasurement {
     pub routing: Option<RoutingStatistics>,
 }
 
-/// Prints the losses of windows of `length` tokens.
+/// Prints the losses of windows of `length` tokens, computed in `dtype`.
 pub(crate) fn print(
     out: &mut impl Write,
     arguments: &LossArguments,
+    dtype: ElementType,
     length: usize,
     measured: &[LossMeasurement],
 ) -> anyhow::Result<()> {
     if arguments.json {
         let losses: Vec<Value> = measured.iter().map(to_json).collect();
-        let dtype = arguments.dtype.name();
-        let report = json!({"dtype": dtype, "sequence_length": length, "losses": losses});
+        let report = json!({"dtype": dtype.name(), "sequence_length": length, "losses": losses});
         return Ok(writeln!(out, "{report:#}")?);
     }
     let [only] = measured else { return Ok(write_table(out, measured)?) };

@@ -83,22 +83,25 @@ struct Arguments {
     /// Seed of the sampling
     #[arg(long, default_value_t = 0, value_parser = at_least::<u64>(0))]
     seed: u64,
-    /// Element type of the computation
-    #[arg(long, value_parser = options::element_types(), default_value = "f32")]
-    dtype: ElementType,
+    /// Element type of the computation [default: that of the model's weights]
+    #[arg(long, value_parser = options::element_types())]
+    dtype: Option<ElementType>,
     /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
     device: DeviceName,
 }
 
-impl Compute for &Arguments {
+/// What is generated, by which model.
+struct Generate<'a>(&'a Arguments, NamedModel);
+
+impl Compute for Generate<'_> {
     type Output = anyhow::Result<()>;
 
     fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
-        let named = NamedModel::open(&self.model, self.revision.as_deref())?;
+        let Generate(arguments, named) = self;
         let tokenizer = named.required_tokenizer()?;
         let context = named.config.max_position_embeddings;
-        let prompt = Prompt::read(self, &tokenizer)?;
+        let prompt = Prompt::read(arguments, &tokenizer)?;
         if prompt.ids.is_empty() || prompt.ids.len() >= context {
             anyhow::bail!(
                 "{}: {} tokens, expected 1 to {}, less than the model's context length",
@@ -107,11 +110,11 @@ impl Compute for &Arguments {
                 context.saturating_sub(1)
             );
         }
-        let capacity = context.min(prompt.ids.len().saturating_add(self.max_tokens));
+        let capacity = context.min(prompt.ids.len().saturating_add(arguments.max_tokens));
         let model = named.load::<B, T>(backend, capacity)?;
         let ends = moh_hf::end_tokens(&named.files(), model.config())?;
         // On one of the operators' threads: a small model's token takes less time than waking them.
-        model.backend().install(|| decode(self, &tokenizer, &model, &prompt, &ends))
+        model.backend().install(|| decode(arguments, &tokenizer, &model, &prompt, &ends))
     }
 }
 
@@ -119,7 +122,9 @@ fn main() -> ExitCode {
     exit::run(|| {
         let arguments = moh_program::arguments::parse::<Arguments>();
         check(&arguments)?;
-        options::open_device(arguments.device)?.compute(arguments.dtype, &arguments)
+        let named = NamedModel::open(&arguments.model, arguments.revision.as_deref())?;
+        let dtype = named.element_type(arguments.dtype)?;
+        options::open_device(arguments.device)?.compute(dtype, Generate(&arguments, named))
     })
 }
 
