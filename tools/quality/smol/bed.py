@@ -5,6 +5,7 @@ width 576, as GGUF Q4_1, which transformers de-quantises. The text is Debian's d
 training and calibration and text for validation (../paper/text.py).
 """
 
+import hashlib
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,14 @@ def write_model(out):
 
 def prefix(topic, part):
     return WORK / f"{topic}-{part}"
+
+
+def text_id():
+    """The beginning of a hash of all text, which changes with the packages."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / WORK / "text").glob("*.jsonl")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def make(programs):

@@ -6,8 +6,8 @@
     .venv/bin/python tools/quality/smol/measure.py
     tools/quality/smol/measure.py --print
 
-The first time it makes the model and the text (bed.py). Each result is a line of results.jsonl, and what has one is not
-measured again: interrupt it and give the same command to go on. A line has the losses on 24,576 held-out tokens of each kind
+The first time it makes the model and the text (bed.py). Each result is a line of results.jsonl, and what has one on the same
+text is not measured again: interrupt it and give the same command to go on. A line has the losses on 24,576 held-out tokens of each kind
 of text in windows of 512, the losses that the conversion printed, and its seconds.
 """
 
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bed import MODEL, TOPICS, WORK, make, prefix
+from bed import MODEL, TOPICS, WORK, make, prefix, text_id
 from programs import Programs, add_options, measure_rows
 from results import ROOT, read
 
@@ -133,10 +133,13 @@ def main():
     if not options.print:
         measurement = Measurement(options)
         make(measurement.programs)
-        known = {row["variant"] for row in rows}
-        wanted = [{"variant": name} for name in options.variant or VARIANTS if name not in known]
+        text = text_id()
+        known = {row["variant"] for row in rows if row["text"] == text}
+        wanted = [{"variant": name, "text": text} for name in options.variant or VARIANTS if name not in known]
         measure_rows(wanted, measurement.measure, options, lambda row: shown(row, None))
         rows = read(options.results)
+    # Losses on other text are not comparable.
+    rows = [row for row in rows if row["text"] == rows[-1]["text"]]
     dense = next((row for row in rows if row["variant"] == "dense"), None)
     print("| nats above dense, held out |", " | ".join(TOPICS), "| printed | seconds |\n|---|" + "---|" * (len(TOPICS) + 2))
     print("\n".join(shown(row, dense) for row in rows))
