@@ -39,7 +39,7 @@ def calibration(topics, tokens):
     return [*words, "--calibration-tokens", tokens, "--calibration-length", LENGTH]
 
 
-def heads(active, router="query-norm", shared=None):
+def heads(active, router="linear", shared=None):
     shared = COUNTS[active][0] if shared is None else shared
     return ["--router", router, "--shared-heads", shared, "--routed-top-k", active - shared]
 
@@ -48,7 +48,7 @@ def variants():
     """The options of each conversion by its name; none of the dense model."""
     yield "dense", None
     for active in COUNTS:
-        yield f"{active} first heads", heads(active)
+        yield f"{active} first heads", heads(active, "query-norm")
         for tokens in (16_384, 32_768, 65_536, 131_072):
             yield f"{active} chosen, {tokens}", [*heads(active), *calibration(("prose", "python"), tokens)]
         both = calibration(("prose", "python"), 131_072)
@@ -57,7 +57,7 @@ def variants():
         yield f"{active} chosen number, 131072", ["--active", active / 9, *both]
         yield f"{active} fixed, 131072", [*heads(active, "static", active), *both]
         yield f"{active} two-stage, 131072", [*heads(active, "two-stage"), *both]
-        yield f"{active} linear, 131072", [*heads(active, "linear"), *both]
+        yield f"{active} query-norm, 131072", [*heads(active, "query-norm"), *both]
         yield f"{active} chosen by prose, 131072", [*heads(active), *calibration(("prose",), 131_072)]
 
 

@@ -109,7 +109,7 @@ impl CalibrationArguments {
                 "--shared with the ids of heads gives their numbers too: leave out --shared-heads";
             return Err((ErrorKind::ArgumentConflict, message));
         }
-        if !self.calibration.is_empty() {
+        if self.has_text() {
             return Ok(());
         }
         let missing = |message| Err((ErrorKind::MissingRequiredArgument, message));
@@ -124,9 +124,14 @@ impl CalibrationArguments {
         }
     }
 
+    /// Whether there is a text to measure on.
+    pub(crate) fn has_text(&self) -> bool {
+        !self.calibration.is_empty()
+    }
+
     /// Whether an argument asks for Mixture-of-Head.
     pub(crate) fn choose_heads(&self) -> bool {
-        !self.calibration.is_empty() || self.shared.is_some()
+        self.has_text() || self.shared.is_some()
     }
 
     /// Measures the source of a conversion to Mixture-of-Head, if a text is given. `chooses_number` is whether the
@@ -139,7 +144,7 @@ impl CalibrationArguments {
         device: OpenDevice,
         stop: &AtomicBool,
     ) -> anyhow::Result<Option<Arc<Calibrated>>> {
-        if self.calibration.is_empty() {
+        if !self.has_text() {
             return Ok(None);
         }
         let config = options.source_config()?;

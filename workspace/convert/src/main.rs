@@ -58,7 +58,7 @@ struct Arguments {
     attention: Option<AttentionKind>,
     /// Router: query-norm, group (whole groups of heads that read one key/value head), static (shared heads
     /// alone), or learned and fitted by --calibration: two-stage and one-stage, which weigh heads, and linear
-    /// [default: a Mixture-of-Head model's own, or query-norm]
+    /// [default: a Mixture-of-Head model's own, or linear with --calibration, or query-norm]
     #[arg(long, value_name = "NAME", value_parser = options::routers())]
     router: Option<RouterKind>,
     /// Shared heads, for all layers or for each: 16 or 32,16,8 [default: a Mixture-of-Head model's own,
@@ -240,11 +240,17 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Place::Checkpoint(checkpoint) => (checkpoint.run.model(), Some(checkpoint)),
         Place::Directory(directory) => (directory, None),
     };
-    let attention = match (attention, &checkpoint) {
+    let mut attention = match (attention, &checkpoint) {
         (Some(attention), _) => attention,
         (None, Some(checkpoint)) => trained_attention(checkpoint)?,
         (None, None) => TargetAttention::Moh(HeadRequest::default()),
     };
+    if let TargetAttention::Moh(request) = &mut attention
+        && model.config.moh.is_none()
+        && arguments.calibration.has_text()
+    {
+        request.router.get_or_insert(RouterKind::Linear);
+    }
     let dtype = match (arguments.dtype, &checkpoint) {
         (None, Some(checkpoint)) => Some(checkpoint.export_type()?),
         (dtype, _) => dtype,

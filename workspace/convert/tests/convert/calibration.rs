@@ -76,7 +76,8 @@ fn refused(arguments: &[&str], code: i32) -> String {
 #[test]
 fn measured_heads_and_projections_lose_less() {
     let dir = tempfile::tempdir().unwrap();
-    let stdout = calibrated(dir.path(), "--routed-top-k 2 --shared-heads 2", "8192");
+    let stdout =
+        calibrated(dir.path(), "--router query-norm --routed-top-k 2 --shared-heads 2", "8192");
     let parts = [
         "  measured on      8,192 tokens: held-out loss ",
         "tensors          50 of 56 unchanged, bit by bit, 6 refitted",
@@ -173,7 +174,7 @@ fn a_model_samples_its_own_text() {
 #[test]
 fn the_given_heads_and_weights_can_stay() {
     let dir = tempfile::tempdir().unwrap();
-    let stdout = calibrated(dir.path(), "--shared 0,5,6,7 --refit off", "4096");
+    let stdout = calibrated(dir.path(), "--router query-norm --shared 0,5,6,7 --refit off", "4096");
     let heads = "heads            4 shared + 2 of 4 routed = 6 of 8 active\n";
     assert_has(&stdout, &[heads, "tensors          56 of 56 unchanged"]);
     let config = read_json(&dir.path().join("out/config.json"));
@@ -200,15 +201,17 @@ fn matrices_of_a_router_are_added_as_zeros() {
 /// The rows that are written route as they did in the measurement: the loss on its tokens is the same.
 #[test]
 fn learned_routers_are_fitted() {
-    for (router, tensors) in [
-        ("linear", "50 of 62 unchanged, bit by bit, 6 refitted, 6 of routers fitted"),
+    for (given, router, tensors) in [
+        // The default.
+        ("", "linear", "50 of 62 unchanged, bit by bit, 6 refitted, 6 of routers fitted"),
         (
+            "--router two-stage",
             "two-stage",
             "50 of 68 unchanged, bit by bit, 6 refitted, 6 of routers fitted, 6 of routers added, zeros",
         ),
     ] {
         let dir = tempfile::tempdir().unwrap();
-        let stdout = calibrated(dir.path(), &format!("--active 0.5 --router {router}"), "4096");
+        let stdout = calibrated(dir.path(), &format!("--active 0.5 {given}"), "4096");
         assert_has(&stdout, &[tensors, "logits with all heads on are "]);
         let receipt = read_json(&dir.path().join("receipt.json"));
         assert_loss_is_measured(dir.path(), &receipt);
