@@ -17,8 +17,6 @@ use crate::tokens::Part;
 use crate::{CalibrationTokens, Error, Result, matrix};
 
 mod loading;
-#[cfg(test)]
-mod tests;
 
 /// Which heads are shared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

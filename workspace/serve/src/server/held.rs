@@ -2,7 +2,7 @@
 //! left of those before.
 
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use axum::body::{Body, Bytes, HttpBody};
 use hyper::body::{Frame, SizeHint};
@@ -35,13 +35,12 @@ impl<H: Unpin> HttpBody for Held<H> {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
         if self.rest.is_empty() {
-            let polled = Pin::new(&mut self.body).poll_frame(context);
-            match polled.map_ok(Frame::into_data) {
-                Poll::Ready(Some(Ok(Ok(data)))) => self.rest = data,
-                Poll::Ready(Some(Ok(Err(trailers)))) => return Poll::Ready(Some(Ok(trailers))),
-                Poll::Ready(Some(Err(error))) => return Poll::Ready(Some(Err(error))),
-                Poll::Ready(None) => return Poll::Ready(None),
-                Poll::Pending => return Poll::Pending,
+            match ready!(Pin::new(&mut self.body).poll_frame(context)).transpose()? {
+                None => return Poll::Ready(None),
+                Some(frame) => match frame.into_data() {
+                    Ok(data) => self.rest = data,
+                    Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
+                },
             }
         }
         let length = self.rest.len().min(PIECE);
