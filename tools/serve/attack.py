@@ -3,8 +3,8 @@
 
     tools/serve/attack.py MODEL [--program target/release/moh-serve] [--requests 2000] [--json FILE]
 
-MODEL is a directory with weights. The attacks: bodies that are announced and do not come, or come slowly, and silent
-connections (A1); answers that are far too large (A2); long prompts (A3) and many choices; texts far beyond the context (A4); chats whose
+MODEL is a directory with weights. The attacks: bodies that are announced and do not come, or come slowly, or have as many
+values as they may, and silent connections (A1); answers that are far too large (A2); long prompts (A3) and many choices; texts far beyond the context (A4); chats whose
 template does not end (A5); clients that leave, with bytes behind their body (A6). Under each of A1 to A5 another client's
 short completion takes less than 3 s, a client that has left frees its places within a second, and requests of all
 kinds mixed leave the memory flat. At last SIGTERM ends the server within 5 s while templates hang. Fails otherwise. It
@@ -96,6 +96,11 @@ class Attacker:
             data = b""
         self.open.append(self.connect(data))
         time.sleep(0.02)
+
+    def values(self, number):
+        # As many values as a body may have, which take far more memory than their text.
+        body = b'{"prompt": "a", "logit_bias": [' + b'{"":0},' * 70_000 + b"0]}"
+        return self.ask("v1/completions", body)
 
     def large(self, number):
         prompt = [[5] * (self.context - 1)] * 8
@@ -211,7 +216,8 @@ def main():
             threads = num_threads(process)
             figures["alone"] = max(waits(attacker)[0] for _ in range(5))
             attacks = {
-                "A1 bodies": attacker.announced, "A2 answers": attacker.large, "A3 prompts": attacker.long,
+                "A1 bodies": attacker.announced, "A1 values": attacker.values, "A2 answers": attacker.large,
+                "A3 prompts": attacker.long,
                 "A3 choices": attacker.choices, "A4 texts": attacker.text, "A5 templates": attacker.template,
             }
             figures["waits"] = {}
