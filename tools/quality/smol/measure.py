@@ -51,14 +51,14 @@ def variants():
         yield f"{active} first heads", heads(active, "query-norm")
         for tokens in (16_384, 32_768, 65_536, 131_072):
             yield f"{active} chosen, {tokens}", [*heads(active), *calibration(("prose", "python"), tokens)]
-        both = calibration(("prose", "python"), 131_072)
+        both = calibration(("prose", "python"), 32_768)
         yield f"{active} chosen by own text, 131072", [*heads(active), *calibration((), 131_072)]
-        yield f"{active} first heads refitted, 131072", [*heads(active), "--shared", "first", *both]
-        yield f"{active} chosen number, 131072", ["--active", active / 9, *both]
-        yield f"{active} fixed, 131072", [*heads(active, "static", active), *both]
-        yield f"{active} two-stage, 131072", [*heads(active, "two-stage"), *both]
-        yield f"{active} query-norm, 131072", [*heads(active, "query-norm"), *both]
-        yield f"{active} chosen by prose, 131072", [*heads(active), *calibration(("prose",), 131_072)]
+        yield f"{active} first heads refitted, 32768", [*heads(active), "--shared", "first", *both]
+        yield f"{active} chosen number, 32768", ["--active", active / 9, *both]
+        yield f"{active} fixed, 32768", [*heads(active, "static", active), *both]
+        yield f"{active} two-stage, 32768", [*heads(active, "two-stage"), *both]
+        yield f"{active} query-norm, 32768", [*heads(active, "query-norm"), *both]
+        yield f"{active} chosen by prose, 32768", [*heads(active), *calibration(("prose",), 32_768)]
 
 
 VARIANTS = dict(variants())
