@@ -111,8 +111,8 @@ impl NamedModel {
         model_tokenizer(&directory, self.config.vocab_size)
     }
 
-    /// The element type of its computation: the one that is asked for, or that of its embedding, or f32 where this is
-    /// another one.
+    /// Returns the element type of the model's computation: `asked`, or the embedding's type, or f32 if there is no
+    /// computation in the embedding's type.
     pub fn element_type(&self, asked: Option<ElementType>) -> anyhow::Result<ElementType> {
         let stored = match (asked, &self.place) {
             (Some(asked), _) => return Ok(asked),

@@ -60,7 +60,7 @@ pub struct Arguments {
     /// File with the keys of clients, one in each line, and comments after #: requests without one of them are refused
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
-    /// Element type of the computation [default: that of the model's weights]
+    /// Element type of the computation [default: the type of the model's weights]
     #[arg(long, value_parser = options::element_types())]
     pub dtype: Option<ElementType>,
     /// Device: cpu, cuda or cuda:N

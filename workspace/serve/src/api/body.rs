@@ -1,5 +1,5 @@
-//! The body of a request, within limits of its size and of the time in which it arrives. A body reserves memory for what has
-//! arrived of it, and for the values of that, and nothing else, so that those that do not arrive keep nobody waiting.
+//! The body of a request, within limits of its size and of the time in which it arrives. A body reserves memory for the
+//! bytes and the JSON values that have arrived, and no more, so that bodies that do not arrive keep nobody waiting.
 
 use std::sync::Arc;
 use std::time::Duration;

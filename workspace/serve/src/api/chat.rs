@@ -16,7 +16,7 @@ use super::work::within_limit;
 use super::{ApiError, Fields, Served, answer_id};
 use crate::engine::GeneratedToken;
 
-/// Messages for which a template may do as much again as for none.
+/// A template may do as much work for so many messages as for an empty conversation (the renderer's bounds).
 const THREAD_MESSAGES: usize = 4000;
 
 pub(super) async fn chat_completions(

@@ -50,7 +50,7 @@ pub(super) async fn off_thread<R: Send + 'static>(
     start(work, place)?.await.unwrap_or_else(|_| Err(failed()))
 }
 
-/// Does work that may not end, of so many threads' memory; `what` is what errors call it.
+/// Does work that may not end, and that takes `threads` of the [`THREADS`] places; errors call it `what`.
 pub(super) async fn within_limit<R: Send + 'static>(
     what: &str,
     threads: usize,

@@ -27,7 +27,7 @@ pub(crate) struct LogitsArguments {
     /// Replace --out if it exists
     #[arg(long)]
     force: bool,
-    /// Element type of the computation [default: that of the model's weights]
+    /// Element type of the computation [default: the type of the model's weights]
     #[arg(long, value_parser = options::element_types())]
     dtype: Option<ElementType>,
     /// Device: cpu, cuda or cuda:N

@@ -40,7 +40,7 @@ pub(crate) struct LossArguments {
     /// Print JSON instead of text
     #[arg(long)]
     pub json: bool,
-    /// Element type of the computation [default: that of the models' weights, f32 if they differ]
+    /// Element type of the computation [default: the type of the models' weights, or f32 if they differ]
     #[arg(long, value_parser = options::element_types())]
     dtype: Option<ElementType>,
     /// Device: cpu, cuda or cuda:N

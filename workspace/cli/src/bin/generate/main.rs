@@ -83,7 +83,7 @@ struct Arguments {
     /// Seed of the sampling
     #[arg(long, default_value_t = 0, value_parser = at_least::<u64>(0))]
     seed: u64,
-    /// Element type of the computation [default: that of the model's weights]
+    /// Element type of the computation [default: the type of the model's weights]
     #[arg(long, value_parser = options::element_types())]
     dtype: Option<ElementType>,
     /// Device: cpu, cuda or cuda:N
@@ -91,7 +91,7 @@ struct Arguments {
     device: DeviceName,
 }
 
-/// What is generated, by which model.
+/// A generation and its model.
 struct Generate<'a>(&'a Arguments, NamedModel);
 
 impl Compute for Generate<'_> {
