@@ -2,6 +2,7 @@
 
 pub(crate) mod compiled;
 pub(crate) mod disjoint;
+mod freed_memory;
 mod huge_pages;
 pub(crate) mod math;
 pub(crate) mod scratch;
@@ -124,6 +125,12 @@ impl Cpu {
     /// Total bytes of buffers that the calling thread has allocated, including freed ones.
     pub fn allocated(&self) -> u64 {
         ALLOCATED.get()
+    }
+
+    /// Makes the process return the memory that it frees to the system, as a server should whose requests
+    /// differ in size. Buffers of at least 1 MiB then get new pages at each allocation.
+    pub fn return_freed_memory(&self) {
+        freed_memory::return_to_system();
     }
 
     /// Current bytes of scratch of each of rayon's threads, in any order, in addition to the
