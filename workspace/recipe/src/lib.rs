@@ -31,7 +31,7 @@ use std::path::{Path, PathBuf};
 
 use moh_data::{Order, Source};
 use moh_kernels::ElementType;
-use moh_model::{ModelConfig, Recompute};
+use moh_model::{ModelConfig, Recompute, RouterKind};
 use serde::{Deserialize, Serialize};
 use toml::Value;
 
@@ -324,13 +324,17 @@ impl Recipe {
     /// Fills in the defaults that depend on other keys.
     fn fill_in(&mut self) {
         self.model.fill_in(self.longest_sequence());
+        let mut router = None;
         for stage in &mut self.stages {
-            match stage.attention {
-                AttentionKind::Dense => stage.moh = None,
-                AttentionKind::Moh => {
-                    stage.moh.get_or_insert_default();
-                }
+            if stage.attention == AttentionKind::Dense {
+                stage.moh = None;
+                continue;
             }
+            let moh = stage.moh.get_or_insert_default();
+            // Of the routers, the fitted one loses least where a dense model is measured.
+            let measured = moh.calibration.map(|_| RouterKind::Linear);
+            moh.router = moh.router.or(router).or(measured);
+            router = moh.router;
         }
     }
 

@@ -57,8 +57,8 @@ pub enum AttentionKind {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MohOptions {
-    /// The router, by its name in `config.json`. Default: the model's, if it is already a
-    /// Mixture-of-Head model; otherwise `"query-norm"`.
+    /// The router, by its name in `config.json`. Default: the router of the Mixture-of-Head model that the stage
+    /// begins with; for a dense model `"linear"` if the stage is calibrated, otherwise `"query-norm"`.
     #[serde(with = "router_name", skip_serializing_if = "Option::is_none")]
     pub router: Option<RouterKind>,
     /// Shared heads: one count for all layers, or a list with one for each layer. Default: the

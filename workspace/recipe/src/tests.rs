@@ -78,6 +78,16 @@ fn routing_is_resolved_against_the_models_heads() {
     let moh = recipe.stages[1].moh.clone().unwrap();
     assert_eq!((moh.shared_heads, moh.routed_top_k), (Some(4.into()), Some(2.into())));
 
+    // A dense model that is measured gets the router that then loses least, and later stages keep theirs.
+    let first = ["stage.adapt.attention=moh", "stage.adapt.moh={ calibration = {} }"];
+    let named = [first[0], "stage.adapt.moh={ router = 'two-stage', calibration = {} }"];
+    for (changes, router) in [(first, RouterKind::Linear), (named, RouterKind::TwoStage)] {
+        let mut recipe = with(&changes);
+        recipe.resolve(path, &model).unwrap();
+        let routers = recipe.stages.iter().map(|stage| stage.moh.as_ref().unwrap().router);
+        assert!(routers.eq([Some(router); 2]));
+    }
+
     let (shared_heads, routed_top_k) = (2.into(), 1.into());
     model.moh = Some(MohConfig { router: RouterKind::QueryNorm, shared_heads, routed_top_k });
     let mut recipe = with(&[]);

@@ -412,7 +412,7 @@ fn calibrations_that_cannot_be_made_are_refused() {
             "chooses the heads that shared_head_ids names",
         ),
         (
-            "calibration = { shared = 'given', refit = false }",
+            "router = 'query-norm', calibration = { shared = 'given', refit = false }",
             "calibration",
             "changes nothing with shared = \"given\" and refit = false: leave it out",
         ),

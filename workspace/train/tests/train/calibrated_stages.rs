@@ -22,6 +22,7 @@ use moh_checkpoint::{RunDirectory, StoredCheckpoint};
 use moh_comm::World;
 use moh_hf::ConfigFile;
 use moh_kernels::Cpu;
+use moh_model::RouterKind;
 use moh_model::tensors::{OUTPUT_PROJECTION, ROUTER, ROUTER_STAGES, in_layer};
 use moh_plan::open_training;
 use moh_recipe::{Recipe, START};
@@ -31,30 +32,23 @@ use moh_train::{Event, Outcome, RunOptions, TimeLimit};
 use safetensors::SafeTensors;
 
 /// The second stage converts, after 5 steps of 8 samples, and is calibrated on 16 sequences.
-const SECOND: &str =
-    "stage.moh.moh={ shared_heads = 2, routed_top_k = 1, calibration = { tokens = 135 } }";
-/// The first stage does, and the second one keeps its heads.
+const SECOND: &str = "stage.moh.moh={ router = 'query-norm', shared_heads = 2, routed_top_k = 1, \
+                      calibration = { tokens = 135 } }";
+/// The first stage does, with the default router, and the second one keeps its heads and its router.
 const FIRST: [&str; 3] = [
     "stage.adapt.attention=moh",
     "stage.adapt.moh={ shared_heads = 2, routed_top_k = 1, calibration = { tokens = 128 } }",
     "stage.moh.moh={ shared_heads = 2, routed_top_k = 1 }",
 ];
-/// As before, and the first stage chooses the number of shared heads too.
+/// As before, with a router without matrices, and the first stage chooses the number of shared heads too.
 const NUMBERS: [&str; 3] = [
     FIRST[0],
-    "stage.adapt.moh={ shared_heads = 2, routed_top_k = 1, \
+    "stage.adapt.moh={ router = 'query-norm', shared_heads = 2, routed_top_k = 1, \
      calibration = { tokens = 128, shared = 'calibrated-number' } }",
     FIRST[2],
 ];
 const LEARNED: &str = "stage.moh.moh={ router = 'two-stage', shared_heads = 1, routed_top_k = 2, \
                        calibration = { tokens = 128 } }";
-/// The first stage does, with the given heads and weights but the router's, and the second one keeps it.
-const LEARNED_FIRST: [&str; 3] = [
-    FIRST[0],
-    "stage.adapt.moh={ router = 'linear', shared_heads = 2, routed_top_k = 1, \
-     calibration = { tokens = 128, shared = 'given', refit = false } }",
-    "stage.moh.moh={ router = 'linear', shared_heads = 2, routed_top_k = 1 }",
-];
 /// The second stage has a learned router that is not fitted.
 const ZEROS: &str = "stage.moh.moh={ router = 'two-stage', shared_heads = 1, routed_top_k = 2 }";
 
@@ -219,7 +213,7 @@ fn a_router_that_is_not_fitted_begins_with_zeros() {
 fn a_stage_can_begin_with_the_best_numbers_of_heads() {
     let place = TestRun::new();
     for (name, heads) in [
-        ("number", "shared_heads = 0, routed_top_k = 3"),
+        ("number", "router = 'query-norm', shared_heads = 0, routed_top_k = 3"),
         ("learned", "router = 'linear', shared_heads = 1, routed_top_k = 2"),
     ] {
         let calibration = "calibration = { tokens = 128, shared = 'calibrated-number' }";
@@ -237,13 +231,16 @@ fn a_stage_can_begin_with_the_best_numbers_of_heads() {
 #[test]
 fn later_stages_keep_the_heads() {
     let place = TestRun::new();
-    for (name, changes) in [("heads", FIRST), ("numbers", NUMBERS)] {
+    for (name, changes, router) in
+        [("heads", FIRST, RouterKind::Linear), ("numbers", NUMBERS, RouterKind::QueryNorm)]
+    {
         let recipe = place.recipe_in(name, &changes);
         finish(&recipe);
         let moh = config_of(&recipe).config.moh.unwrap();
         let kept = [0, 1].map(|layer| moh.layer(layer));
         let kept = kept.map(|layer| (layer.shared.heads().collect(), layer.top_k));
         assert_eq!(chosen(&recipe), kept, "{name}");
+        assert_eq!(moh.router, router, "{name}");
         // The model as loaded, converted and after each stage, and no conversion between these.
         assert_eq!(summary_of(&recipe).evaluations.len(), 4, "{name}");
     }
@@ -254,7 +251,7 @@ fn the_given_heads_and_weights_can_stay() {
     let place = TestRun::new();
     let with = |name, options: &str| {
         let moh = format!(
-            "stage.moh.moh={{ shared_head_ids = [[1, 3], [0, 2]], routed_top_k = 1{options} }}"
+            "stage.moh.moh={{ router = 'query-norm', shared_head_ids = [[1, 3], [0, 2]], routed_top_k = 1{options} }}"
         );
         let recipe = place.recipe_in(name, &[&moh]);
         let weights = finish(&recipe).weights;
@@ -282,7 +279,6 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
         &[FIRST[0], FIRST[1], FIRST[2], BF16],
         &[NUMBERS[0], NUMBERS[1], NUMBERS[2], BF16],
         &[LEARNED, BF16],
-        &LEARNED_FIRST,
         &[ZEROS, BF16],
     ]
     .into_iter()
@@ -416,7 +412,7 @@ fn a_run_that_goes_back_to_the_stages_beginning_has_the_same_heads() {
 fn a_run_that_is_stopped_in_any_evaluation_has_the_same_router() {
     let place = TestRun::new();
     for (name, changes) in
-        [("zeros", &[ZEROS, BF16][..]), ("fitted", &[LEARNED]), ("first", &LEARNED_FIRST)]
+        [("zeros", &[ZEROS, BF16][..]), ("fitted", &[LEARNED]), ("first", &FIRST)]
     {
         let whole = finish(&place.recipe_in(name, changes));
         // As loaded, after step 3, and so on: seven in all.
@@ -438,13 +434,9 @@ fn a_run_that_is_stopped_in_any_evaluation_has_the_same_router() {
 #[test]
 fn every_layout_has_the_same_heads_and_matrices() {
     let place = TestRun::new();
-    for (number, changes, step) in [
-        (0, &FIRST[..], 0),
-        (1, &[SECOND], 5),
-        (2, &NUMBERS, 0),
-        (3, &[LEARNED], 5),
-        (4, &LEARNED_FIRST, 0),
-    ] {
+    for (number, changes, step) in
+        [(0, &FIRST[..], 0), (1, &[SECOND], 5), (2, &NUMBERS, 0), (3, &[LEARNED], 5)]
+    {
         let recipe = |name: &str, layout| {
             let recipe = place.recipe_in(name, &[changes, &MICRO_BATCHES].concat());
             arranged(recipe, [layout; 2])
@@ -474,7 +466,6 @@ fn the_steps_of_a_calibrated_stage_are_replayed() {
         ("numbers", &NUMBERS, 0),
         ("second", &[SECOND, BF16], 5),
         ("learned", &[LEARNED, BF16], 5),
-        ("learned-first", &LEARNED_FIRST, 0),
     ] {
         let recipe = place.recipe_in(name, &[changes, &[KEEP]].concat());
         for (step, line) in (1..).zip(&finish(&recipe).metrics) {
@@ -548,7 +539,7 @@ fn another_run_gives_its_model_a_router() {
     let parent = dense_run(&place);
     let child = |name: &str| {
         let from = format!("{}@5", parent.root().display());
-        let mut child = place.recipe_from(from, name, &LEARNED_FIRST);
+        let mut child = place.recipe_from(from, name, &FIRST);
         child.model.moments = true;
         child
     };
