@@ -5,8 +5,8 @@ use moh_calibrate::{CalibrationBuffers, CalibrationPasses, MOST_FITS, Shared, ju
 use moh_kernels::Purpose;
 use moh_model::model_parallel::ModelPart;
 use moh_model::{
-    Activations, ModelBuffers, ModelConfig, ModelLayout, MohConfig, PassSizes, RouterKind, Slots,
-    block_alone, ends_alone, pass_alone,
+    Activations, ModelBuffers, ModelConfig, ModelLayout, PassSizes, RouterKind, Slots, block_alone,
+    ends_alone, pass_alone,
 };
 use moh_recipe::{CalibrationOptions, SharedChoice};
 
@@ -38,8 +38,6 @@ pub struct CalibrationCost {
     pub device_bytes: u64,
     /// Memory of the host.
     pub host_bytes: u64,
-    /// Bytes of the file with the output projections and the routers' matrices.
-    pub file_bytes: u64,
 }
 
 impl CalibrationCost {
@@ -69,7 +67,6 @@ impl CalibrationCost {
             flops,
             device_bytes: device_bytes(work, moh.router, &passes)?,
             host_bytes: host_bytes([tokens, streams, searched], n, m),
-            file_bytes: calibration_bytes(&calibration, &moh, model),
         }))
     }
 }
@@ -78,18 +75,6 @@ fn passes(work: &Work, calibration: &CalibrationOptions) -> CalibrationPasses {
     let length = work.sequence_length();
     let sequences = usize::try_from(calibration.sequences(length)).unwrap_or(usize::MAX);
     CalibrationPasses::new(sequences, length.max(1))
-}
-
-/// Bytes of the file with the matrices that a calibration of a stage with the routing `moh` fits, but for its header.
-pub fn calibration_bytes(
-    calibration: &CalibrationOptions,
-    moh: &MohConfig,
-    model: &ModelConfig,
-) -> u64 {
-    let projections = if calibration.refit { model.query_width() } else { 0 };
-    let routers = if moh.router.has_matrices() { model.num_attention_heads } else { 0 };
-    let elements = ((projections + routers) as u64).saturating_mul(model.hidden_size as u64);
-    elements.saturating_mul(model.num_hidden_layers as u64).saturating_mul(F32)
 }
 
 /// Memory of the host: the heads' outputs, residual streams, of so many tokens together; the sample of a search, twice
@@ -152,7 +137,6 @@ mod tests {
     fn the_host_holds_streams_a_sample_and_a_fit() {
         let given = cost(CALIBRATION);
         assert_eq!(given.tokens, 65_536);
-        assert_eq!(given.file_bytes, 32 * 4096 * 4096 * 4);
         let (streams, sample) = (3 * 65_536 * 4096, 8192 * (2 * 4096 + 4096));
         assert_eq!(given.host_bytes, (streams + sample) * 4 + 12 * 4096 * 4096 * 8);
         let (recipe, model) = llama3_8b(&[CALIBRATION]);
@@ -165,10 +149,6 @@ mod tests {
         let routing = work.model.moh.as_ref().unwrap().layer(0);
         assert_eq!((routing.shared.len(), routing.top_k), (0, 24));
         assert_eq!(cost(number).host_bytes, given.host_bytes);
-        // A learned router alone.
-        let learned = "stage.moh.moh={ router = \"linear\", shared_heads = 16, routed_top_k = 8, \
-                       calibration = { tokens = 65536, shared = \"given\", refit = false } }";
-        assert_eq!(cost(learned).file_bytes, 32 * 32 * 4096 * 4);
     }
 
     #[test]

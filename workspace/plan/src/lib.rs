@@ -18,7 +18,7 @@ mod work;
 use std::path::Path;
 
 use calibration::CalibrationCost;
-pub use calibration::{calibration_bytes, measured_heads};
+pub use calibration::measured_heads;
 use cluster::Cluster;
 pub use error::Error;
 pub use hardware::Hardware;

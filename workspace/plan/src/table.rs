@@ -300,12 +300,11 @@ impl Plan {
             return Ok(());
         }
         table.title("Calibration before a stage's first step, on the first rank")?;
-        let rows: [(&str, Value<CalibrationCost>); 5] = [
+        let rows: [(&str, Value<CalibrationCost>); 4] = [
             ("tokens", |cost| group_digits(cost.tokens)),
             ("operations", |cost| flops(cost.flops)),
             ("memory of the device, beside the state", |cost| bytes(cost.device_bytes)),
             ("memory of the host", |cost| bytes(cost.host_bytes)),
-            ("file of fitted matrices", |cost| bytes(cost.file_bytes)),
         ];
         for (label, value) in rows {
             table.each(label, &self.stages, |stage| {

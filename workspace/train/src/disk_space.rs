@@ -7,8 +7,8 @@ use std::path::Path;
 use moh_checkpoint::{Condition, RunDirectory};
 use moh_files::units::bytes;
 use moh_model::{ModelConfig, ModelLayout};
-use moh_plan::{DiskBytes, calibration_bytes, with_all_matrices};
-use moh_recipe::{Recipe, Stage};
+use moh_plan::{DiskBytes, with_all_matrices};
+use moh_recipe::Recipe;
 
 use crate::{Error, ModelSource, Result};
 
@@ -41,7 +41,7 @@ pub fn free_space(path: &Path) -> io::Result<Option<u64>> {
     }
 }
 
-/// What a run writes.
+/// What a run writes, but for the logs and for the files of calibrations, which take less than a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Needs {
     checkpoint: u64,
@@ -49,8 +49,6 @@ struct Needs {
     /// removed.
     num_checkpoints: u64,
     export: u64,
-    /// The matrices that calibrations fit.
-    calibrations: u64,
 }
 
 impl Needs {
@@ -68,7 +66,6 @@ impl Needs {
             checkpoint: checkpoint.saturating_add(entries).saturating_add(others),
             num_checkpoints: most_checkpoints(recipe),
             export: export.saturating_add(entries + companions + DESCRIPTION_BYTES),
-            calibrations: calibrations(recipe, model),
         }
     }
 
@@ -76,18 +73,8 @@ impl Needs {
     /// earlier export stays until the new one is complete.
     fn beside(&self, existing: u64) -> u64 {
         let checkpoints = self.checkpoint.saturating_mul(self.num_checkpoints);
-        let others = self.export.saturating_add(self.calibrations);
-        checkpoints.saturating_sub(existing).saturating_add(others)
+        checkpoints.saturating_sub(existing).saturating_add(self.export)
     }
-}
-
-/// Bytes of the files of calibrations, but for their headers.
-fn calibrations(recipe: &Recipe, model: &ModelConfig) -> u64 {
-    let of_stage = |stage: &Stage| {
-        let moh = stage.moh_config(model).ok()??;
-        Some(calibration_bytes(&stage.calibration()?, &moh, model))
-    };
-    recipe.stages.iter().filter_map(of_stage).fold(0, u64::saturating_add)
 }
 
 fn most_checkpoints(recipe: &Recipe) -> u64 {
@@ -120,10 +107,7 @@ pub(crate) fn check(
 ) -> Result<Option<String>> {
     let companions = source.companions()?;
     let copied = companions.iter().filter_map(|path| Some(path.metadata().ok()?.len())).sum();
-    let mut needs = Needs::new(recipe, &source.config, ranks, copied);
-    let calibrated = run.calibration_files()?;
-    let calibrated = calibrated.iter().filter_map(|path| Some(path.metadata().ok()?.len())).sum();
-    needs.calibrations = needs.calibrations.saturating_sub(calibrated);
+    let needs = Needs::new(recipe, &source.config, ranks, copied);
     // Later checkpoints are moved aside and stay.
     let goes = |step: u64| resume_step.is_none_or(|resumed| step <= resumed);
     let existing = moh_checkpoint::list(run)?
@@ -199,8 +183,8 @@ mod tests {
 
     #[test]
     fn checkpoints_that_newer_ones_replace_need_no_room() {
-        let needs = Needs { checkpoint: 100, num_checkpoints: 3, export: 40, calibrations: 10 };
-        assert_eq!([0, 200, 300, 900].map(|existing| needs.beside(existing)), [350, 150, 50, 50]);
+        let needs = Needs { checkpoint: 100, num_checkpoints: 3, export: 40 };
+        assert_eq!([0, 200, 300, 900].map(|existing| needs.beside(existing)), [340, 140, 40, 40]);
     }
 
     #[cfg(target_os = "linux")]

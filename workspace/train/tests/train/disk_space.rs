@@ -33,13 +33,10 @@ fn needed(recipe: &Recipe) -> (u64, u64) {
     }
 }
 
-/// Bytes of the checkpoints, of the export and of the calibrations.
+/// Bytes of the checkpoints and of the export.
 fn written(recipe: &Recipe) -> u64 {
     let run = run_of(recipe);
-    let calibrations = run.calibration_files().unwrap();
-    let calibrations: u64 = calibrations.iter().map(|path| path.metadata().unwrap().len()).sum();
-    let directories = [run.checkpoints(), run.export()];
-    directories.iter().map(|path| bytes(path)).sum::<u64>() + calibrations
+    [run.checkpoints(), run.export()].iter().map(|path| bytes(path)).sum()
 }
 
 fn bytes(path: &Path) -> u64 {
