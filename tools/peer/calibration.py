@@ -28,7 +28,7 @@ SPREADS = {"two-stage": 0.3, "one-stage": 0.3, "linear": 1.0}
 
 def first_layer(ids):
     """Of the first layer, for windows of ids: its normed input, its heads' outputs, `[tokens, heads, size]`, the output
-    projection, and by what RMSNorm multiplies the stream after attention, `[tokens, 1]`."""
+    projection, and by what RMSNorm multiplies the stream before or after attention, the lesser one, `[tokens, 1]`."""
     config = json.loads((QUICKSTART / "config.json").read_text())
     tensors = {name: tensor.double() for name, tensor in load_file(QUICKSTART / "model.safetensors").items()}
     of = lambda name: tensors[f"model.layers.0.{name}.weight"]  # noqa: E731
@@ -46,8 +46,9 @@ def first_layer(ids):
         inputs.append(x)
         outputs.append(torch.einsum("hts,shd->thd", scores.masked_fill(later, -torch.inf).softmax(-1), value))
     outputs, old = torch.cat(outputs), of("self_attn.o_proj")
-    after = torch.cat(streams) + outputs.flatten(1) @ old.T
-    return torch.cat(inputs), outputs, old, (after.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]).rsqrt()
+    before = torch.cat(streams)
+    squares = torch.stack([before, before + outputs.flatten(1) @ old.T]).pow(2).mean(-1, keepdim=True).amax(0)
+    return torch.cat(inputs), outputs, old, (squares + config["rms_norm_eps"]).rsqrt()
 
 
 def parts(windows):

@@ -451,23 +451,22 @@ fn attend<B: Backend>(
     Ok(())
 }
 
-/// Returns a fit's target, `after - x`. Each token of the target and of the heads' `outputs` is multiplied by its factor in the
-/// RMSNorm of `after`, the dense model's stream after attention. Else few tokens with large streams would decide the fit.
+/// Returns a fit's target, `after - x`. Each token of the target and of the heads' `outputs` is multiplied by its factor in
+/// the RMSNorm of `after`, the dense model's stream after attention, or of `x`, the converted model's stream before it, if
+/// that is less. Else the few tokens whose stream is large in one of the models would decide the fit.
 fn weighed(config: &ModelConfig, after: &[f32], x: &[f32], outputs: &mut [f32]) -> Vec<f32> {
-    let (scales, mut target) = (norm_scales(config, after), difference(after, x));
+    let (scales, mut target) = (norm_scales(config, [after, x]), difference(after, x));
     scale(&mut target, &scales);
     scale(outputs, &scales);
     target
 }
 
-/// The factor of each token in the RMSNorm of a residual stream, `[tokens, hidden_size]`.
-fn norm_scales(config: &ModelConfig, stream: &[f32]) -> Vec<f32> {
-    let scale = |x: &[f32]| {
-        let mean = x.iter().map(|x| x * x).sum::<f32>() / x.len() as f32;
-        (mean + config.rms_norm_eps as f32).sqrt().recip()
-    };
-    let tokens = stream.par_chunks_exact(config.hidden_size);
-    tokens.with_min_len(ELEMENTS / config.hidden_size + 1).map(scale).collect()
+/// The lesser factor of each token in the RMSNorms of two residual streams, `[tokens, hidden_size]`.
+fn norm_scales(config: &ModelConfig, streams: [&[f32]; 2]) -> Vec<f32> {
+    let mean = |x: &[f32]| x.iter().map(|x| x * x).sum::<f32>() / x.len() as f32;
+    let scale = |(a, b)| (mean(a).max(mean(b)) + config.rms_norm_eps as f32).sqrt().recip();
+    let [a, b] = streams.map(|stream| stream.par_chunks_exact(config.hidden_size));
+    a.zip(b).with_min_len(ELEMENTS / config.hidden_size + 1).map(scale).collect()
 }
 
 /// Multiplies the rows of a table by these numbers.

@@ -132,9 +132,9 @@ fn chosen(recipe: &Recipe) -> Vec<(Vec<usize>, usize)> {
 #[test]
 fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
     let place = TestRun::new();
-    // The output projections stay as the stage begins.
-    let frozen = "stage.moh.optimizer.groups={ attention = 0 }";
-    let recipe = place.recipe_in("run", &[SECOND, frozen, KEEP]);
+    // Output projections and routers stay as the stage begins.
+    let frozen = "stage.moh.optimizer.groups={ attention = 0, router = 0 }";
+    let recipe = place.recipe_in("run", &[LEARNED, frozen, KEEP]);
     let mut heard = None;
     Start::default().finish_and_hear(&recipe, |event, _| {
         if let Event::Calibrated(calibration) = event {
@@ -143,6 +143,9 @@ fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
     });
     let (calibration, projections) = expected(&recipe, Shared::Calibrated);
     assert_eq!(exported(&recipe, OUTPUT_PROJECTION), projections);
+    let fits = calibration.layers.iter().map(|layer| layer.router.as_ref().unwrap().rows.clone());
+    assert_eq!(exported(&recipe, ROUTER), fits.collect::<Vec<_>>());
+    assert!(exported(&recipe, ROUTER_STAGES).iter().flatten().all(|&value| value == 0.0));
     let (run, config) = (run_of(&recipe), config_of(&recipe));
     assert_eq!(config.config.moh, Some(calibration.moh.clone()));
     assert_eq!(config.fields["moh_output_refitted"], true);
@@ -166,26 +169,11 @@ fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
     assert_eq!([found.loss_dense, found.loss], [expected.dense, expected.calibrated]);
     for (found, expected) in found.layers.iter().zip(&calibration.layers) {
         assert_eq!(found.shared_heads, expected.shared.heads().collect::<Vec<_>>());
-        assert_eq!((found.routed_top_k, found.error), (1, expected.error));
+        assert_eq!((found.routed_top_k, found.error), (2, expected.error));
         assert!(found.error.unwrap() < found.error_before);
     }
     let card = fs::read_to_string(run.export().join("README.md")).unwrap();
     assert!(card.contains("Before stage moh the heads were measured on 128 tokens"), "{card}");
-}
-
-#[test]
-fn a_learned_router_begins_as_it_is_fitted() {
-    let place = TestRun::new();
-    // They stay as the stage begins.
-    let frozen = "stage.moh.optimizer.groups={ attention = 0, router = 0 }";
-    let recipe = place.recipe_in("run", &[LEARNED, frozen, KEEP]);
-    finish(&recipe);
-    let (calibration, projections) = expected(&recipe, Shared::Calibrated);
-    let fits = calibration.layers.into_iter().map(|layer| layer.router.unwrap().rows);
-    assert_eq!(exported(&recipe, ROUTER), fits.collect::<Vec<_>>());
-    assert_eq!(exported(&recipe, OUTPUT_PROJECTION), projections);
-    assert!(exported(&recipe, ROUTER_STAGES).iter().flatten().all(|&value| value == 0.0));
-    assert_eq!(config_of(&recipe).config.moh, Some(calibration.moh));
 }
 
 #[test]
