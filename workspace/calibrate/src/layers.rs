@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_kernels::router::SharedHeads;
 use moh_kernels::{Backend, DType};
-use moh_model::{BlockPass, EndsPass, LayerHeads, ModelConfig, MohConfig};
+use moh_model::{BlockPass, EndsPass, LayerHeads, ModelConfig, MohConfig, SharedChoice};
 use ndarray::Array2;
 use rayon::prelude::*;
 
@@ -18,24 +18,13 @@ use crate::{CalibrationTokens, Error, Result, matrix};
 
 mod loading;
 
-/// Which heads are shared.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Shared {
-    /// Those of the configuration.
-    Given,
-    /// As many as in the configuration, chosen by measurement.
-    Calibrated,
-    /// Chosen by measurement, their number too; as many heads are active as in the configuration.
-    CalibratedNumber,
-}
-
 /// What a calibration chooses and changes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CalibrationOptions {
-    /// The routing, of which [`Self::shared`] says what is kept.
+    /// The routing that is given.
     pub moh: MohConfig,
     /// Which heads are shared.
-    pub shared: Shared,
+    pub shared: SharedChoice,
     /// Whether output projections are refitted.
     pub refit: bool,
     /// The element type that stores refitted output projections and fitted routers. They are rounded to it before
@@ -346,7 +335,7 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
     fn choose(&mut self, layer: usize, projection: &[f32]) -> Result<MohConfig> {
         let given = self.options.moh.of_layer_alone(layer);
         let (counts, heads) = (given.layer(0), self.config.num_attention_heads);
-        if self.options.shared == Shared::Given || counts.shared.len() == heads {
+        if self.options.shared == SharedChoice::Given || counts.shared.len() == heads {
             return Ok(given);
         }
         let sample = self.sample(projection)?;

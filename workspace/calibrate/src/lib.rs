@@ -16,8 +16,8 @@ mod tokens;
 
 pub use error::{Error, Result};
 pub use layers::{
-    Calibration, CalibrationOptions, FoundLayer, LayerCalibration, LayerStore, Losses, Shared,
-    Watch, calibrate,
+    Calibration, CalibrationOptions, FoundLayer, LayerCalibration, LayerStore, Losses, Watch,
+    calibrate,
 };
 pub use products::CalibrationBuffers;
 pub use router_fit::RouterFit;

@@ -1,9 +1,7 @@
 //! Which heads tokens compute, for any set of shared heads: the routers' rules on scores that do not
 //! depend on the set.
 
-use moh_model::{LayerHeads, ModelConfig, RouterKind};
-
-use crate::Shared;
+use moh_model::{LayerHeads, ModelConfig, RouterKind, SharedChoice};
 
 /// Most numbers of shared heads of which all are compared.
 const FEW: usize = 8;
@@ -42,11 +40,11 @@ impl Ranking {
 
     /// The numbers of shared heads that are compared, `given` among them, beside which tokens select at least
     /// one head, if the router selects any.
-    pub fn numbers(&self, shared: Shared, given: usize, active: usize) -> Vec<usize> {
+    pub fn numbers(&self, shared: SharedChoice, given: usize, active: usize) -> Vec<usize> {
         if !self.router.selects() {
             return vec![active];
         }
-        if shared == Shared::Calibrated {
+        if shared == SharedChoice::Calibrated {
             return vec![given];
         }
         let mut numbers: Vec<usize> = self.shared_numbers(active).chain([given]).collect();

@@ -7,11 +7,11 @@ use std::sync::atomic::AtomicBool;
 use anyhow::Context as _;
 use clap::Args;
 use clap::error::ErrorKind;
-use moh_calibrate::{CalibrationOptions, Shared};
+use moh_calibrate::CalibrationOptions;
 use moh_convert::{Calibrated, ConversionOptions, beside};
 use moh_kernels::ElementType;
 use moh_kernels::open_device::OpenDevice;
-use moh_model::{HeadCounts, SharedHeadSets};
+use moh_model::{HeadCounts, SharedChoice, SharedHeadSets};
 use moh_program::arguments::at_least;
 use moh_program::exit;
 use moh_program::models::NamedModel;
@@ -43,7 +43,7 @@ pub(crate) struct CalibrationArguments {
     /// Which heads are shared: the first ones, those that --calibration finds best, or these of each layer, layers
     /// separated by semicolons: 0,5;1,2, or once for all of them [default: calibrated with --calibration, else first]
     #[arg(long, value_name = "first|calibrated|IDS")]
-    pub(crate) shared: Option<SharedChoice>,
+    pub(crate) shared: Option<SharedArgument>,
     /// Whether the output projections are refitted to the heads that tokens compute [default: on with
     /// --calibration, else off]
     #[arg(long, value_name = "on|off", value_enum)]
@@ -60,7 +60,7 @@ enum Switch {
 
 /// The heads that are shared.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum SharedChoice {
+pub(crate) enum SharedArgument {
     /// The first ones.
     First,
     /// Those that a calibration chooses.
@@ -69,7 +69,7 @@ pub(crate) enum SharedChoice {
     Ids(Vec<Vec<usize>>),
 }
 
-impl FromStr for SharedChoice {
+impl FromStr for SharedArgument {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -81,18 +81,18 @@ impl FromStr for SharedChoice {
             }
         };
         match text {
-            "first" => Ok(SharedChoice::First),
-            "calibrated" => Ok(SharedChoice::Calibrated),
+            "first" => Ok(SharedArgument::First),
+            "calibrated" => Ok(SharedArgument::Calibrated),
             "" => Err(expected.to_owned()),
-            ids => Ok(SharedChoice::Ids(ids.split(';').map(heads).collect::<Result<_, _>>()?)),
+            ids => Ok(SharedArgument::Ids(ids.split(';').map(heads).collect::<Result<_, _>>()?)),
         }
     }
 }
 
-impl SharedChoice {
+impl SharedArgument {
     /// The named heads, for a model of `layers` layers; `None` if none are named.
     pub(crate) fn sets(&self, layers: usize) -> anyhow::Result<Option<SharedHeadSets>> {
-        let SharedChoice::Ids(ids) = self else { return Ok(None) };
+        let SharedArgument::Ids(ids) = self else { return Ok(None) };
         let each = if ids.len() == 1 { vec![ids[0].clone(); layers] } else { ids.clone() };
         Ok(Some(SharedHeadSets::from_ids(&each).context("--shared")?))
     }
@@ -104,7 +104,7 @@ impl CalibrationArguments {
         &self,
         shared_heads: Option<&HeadCounts>,
     ) -> Result<(), (ErrorKind, &'static str)> {
-        if shared_heads.is_some() && matches!(self.shared, Some(SharedChoice::Ids(_))) {
+        if shared_heads.is_some() && matches!(self.shared, Some(SharedArgument::Ids(_))) {
             let message =
                 "--shared with the ids of heads gives their numbers too: leave out --shared-heads";
             return Err((ErrorKind::ArgumentConflict, message));
@@ -114,7 +114,7 @@ impl CalibrationArguments {
         }
         let missing = |message| Err((ErrorKind::MissingRequiredArgument, message));
         match (&self.shared, self.refit) {
-            (Some(SharedChoice::Calibrated), _) => {
+            (Some(SharedArgument::Calibrated), _) => {
                 missing("--shared calibrated needs a text to measure heads on: --calibration")
             }
             (_, Some(Switch::On)) => {
@@ -150,9 +150,9 @@ impl CalibrationArguments {
         let config = options.source_config()?;
         let Some(moh) = options.attention.configure(&config)? else { return Ok(None) };
         let shared = match &self.shared {
-            Some(SharedChoice::First | SharedChoice::Ids(_)) => Shared::Given,
-            _ if chooses_number => Shared::CalibratedNumber,
-            _ => Shared::Calibrated,
+            Some(SharedArgument::First | SharedArgument::Ids(_)) => SharedChoice::Given,
+            _ if chooses_number => SharedChoice::CalibratedNumber,
+            _ => SharedChoice::Calibrated,
         };
         let refit = self.refit != Some(Switch::Off);
         let calibration = CalibrationOptions { moh, shared, refit, stored: None };
@@ -201,9 +201,12 @@ mod tests {
 
     #[test]
     fn shared_heads_are_named_for_each_layer_or_once() {
-        let parse = |text: &str| text.parse::<SharedChoice>();
-        assert_eq!(parse("first"), Ok(SharedChoice::First));
-        assert_eq!(parse("0, 5;1,2;"), Ok(SharedChoice::Ids(vec![vec![0, 5], vec![1, 2], vec![]])));
+        let parse = |text: &str| text.parse::<SharedArgument>();
+        assert_eq!(parse("first"), Ok(SharedArgument::First));
+        assert_eq!(
+            parse("0, 5;1,2;"),
+            Ok(SharedArgument::Ids(vec![vec![0, 5], vec![1, 2], vec![]]))
+        );
         let once = parse("3,1").unwrap().sets(2).unwrap().unwrap();
         assert_eq!(once.ids(), Some(vec![vec![1, 3], vec![1, 3]]));
         assert_eq!(parse("calibrated").unwrap().sets(2).unwrap(), None);

@@ -104,6 +104,6 @@ pub use parameters::{FlatBuffers, Shard};
 pub use pass_sizes::{PassRole, PassSizes};
 pub use router::RouterKind;
 pub use sampler::{Sampler, Sampling};
-pub use shared_heads::SharedHeadSets;
+pub use shared_heads::{SharedChoice, SharedHeadSets};
 pub use step_sums::{StepSums, Sums};
 pub use teacher::{Distillation, Teacher};

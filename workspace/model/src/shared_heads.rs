@@ -3,6 +3,7 @@
 use std::fmt;
 
 use moh_kernels::router::SharedHeads;
+use serde::{Deserialize, Serialize};
 
 use crate::{Error, HeadCounts, Result};
 
@@ -23,6 +24,19 @@ pub enum SharedHeadSets {
     First(HeadCounts),
     /// A set for each layer (`moh_shared_head_ids`).
     Sets(Vec<SharedHeads>),
+}
+
+/// How a conversion by measurement comes to the shared heads; the names are those in recipes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SharedChoice {
+    /// As many as are given, chosen by measurement.
+    #[default]
+    Calibrated,
+    /// Chosen by measurement, their number too; as many heads are active as are given.
+    CalibratedNumber,
+    /// The given ones.
+    Given,
 }
 
 impl SharedHeadSets {

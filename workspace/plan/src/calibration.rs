@@ -1,14 +1,14 @@
 //! What the calibration of a stage's conversion takes on the first rank (crate `moh-calibrate`), before the stage's first
 //! step. The formulas are in `docs/plan.md`.
 
-use moh_calibrate::{CalibrationBuffers, CalibrationPasses, MOST_FITS, Shared, judged_outputs};
+use moh_calibrate::{CalibrationBuffers, CalibrationPasses, MOST_FITS, judged_outputs};
 use moh_kernels::Purpose;
 use moh_model::model_parallel::ModelPart;
 use moh_model::{
     Activations, ModelBuffers, ModelConfig, ModelLayout, PassSizes, RouterKind, Slots, block_alone,
     ends_alone, pass_alone,
 };
-use moh_recipe::{CalibrationOptions, SharedChoice};
+use moh_recipe::CalibrationOptions;
 
 use super::memory::{counting, fits_address_space};
 use super::work::Work;
@@ -17,15 +17,6 @@ use crate::Error;
 /// Bytes of f32 and f64.
 const F32: u64 = 4;
 const F64: u64 = 8;
-
-/// What crate `moh-calibrate` chooses for `moh.calibration.shared`.
-pub fn measured_heads(choice: SharedChoice) -> Shared {
-    match choice {
-        SharedChoice::Calibrated => Shared::Calibrated,
-        SharedChoice::CalibratedNumber => Shared::CalibratedNumber,
-        SharedChoice::Given => Shared::Given,
-    }
-}
 
 /// What a calibration takes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -109,6 +100,7 @@ fn device_bytes(work: &Work, router: RouterKind, passes: &CalibrationPasses) -> 
 mod tests {
     use moh_calibrate::{CalibrationTokens, FoundLayer, LayerStore, Watch, calibrate};
     use moh_kernels::Cpu;
+    use moh_model::SharedChoice;
 
     use super::*;
     use crate::tests::{llama3_8b, small};
@@ -167,7 +159,7 @@ mod tests {
             let dense = ModelConfig { moh: None, ..model };
             let tokens = CalibrationTokens::new(vec![1; 4096], 32, 4096, &dense).unwrap();
             let moh = work.model.moh.clone().unwrap();
-            let shared = Shared::Calibrated;
+            let shared = SharedChoice::Calibrated;
             let options =
                 moh_calibrate::CalibrationOptions { moh, shared, refit: true, stored: None };
             let (before, mut allocated) = (Cpu.allocated(), 0);

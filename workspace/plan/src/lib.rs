@@ -18,7 +18,6 @@ mod work;
 use std::path::Path;
 
 use calibration::CalibrationCost;
-pub use calibration::measured_heads;
 use cluster::Cluster;
 pub use error::Error;
 pub use hardware::Hardware;

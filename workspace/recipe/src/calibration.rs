@@ -1,6 +1,7 @@
 //! `moh.calibration = { .. }` of a stage: a conversion by measurement. Where the stage converts a dense model, its
 //! shared heads, output projections and the matrices of a learned router are chosen by sequences that the stage does not train on.
 
+use moh_model::SharedChoice;
 use serde::{Deserialize, Serialize};
 
 use crate::{AttentionKind, Recipe, Stage};
@@ -17,30 +18,6 @@ pub struct CalibrationOptions {
     pub shared: SharedChoice,
     /// Whether the output projections are refitted to the heads that tokens compute; default: true.
     pub refit: bool,
-}
-
-/// How a calibration comes to the shared heads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum SharedChoice {
-    /// As many as the stage shares otherwise, chosen by measurement.
-    #[default]
-    Calibrated,
-    /// Chosen by measurement, their number too; as many are active as otherwise.
-    CalibratedNumber,
-    /// Those that the stage shares otherwise.
-    Given,
-}
-
-impl SharedChoice {
-    /// Its name in recipes.
-    pub const fn name(self) -> &'static str {
-        match self {
-            SharedChoice::Calibrated => "calibrated",
-            SharedChoice::CalibratedNumber => "calibrated-number",
-            SharedChoice::Given => "given",
-        }
-    }
 }
 
 impl Default for CalibrationOptions {

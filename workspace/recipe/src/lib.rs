@@ -35,7 +35,7 @@ use moh_model::{ModelConfig, Recompute, RouterKind};
 use serde::{Deserialize, Serialize};
 use toml::Value;
 
-pub use calibration::{CalibrationOptions, SharedChoice};
+pub use calibration::CalibrationOptions;
 pub use distill::{DistillOptions, START};
 pub use error::Error;
 pub use model::{ModelOptions, NewModel, NewMohOptions, RopeScaling, TokenIds, read_shape};

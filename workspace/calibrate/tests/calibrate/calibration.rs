@@ -4,10 +4,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::support::{LENGTH, Layers, config, moh, run_on, source, tokens, with_more_heads};
 use moh_calibrate::{
-    Calibration, CalibrationOptions, Error, FoundLayer, LayerCalibration, Shared, Watch, calibrate,
+    Calibration, CalibrationOptions, Error, FoundLayer, LayerCalibration, Watch, calibrate,
 };
 use moh_kernels::{Cpu, DType};
-use moh_model::{HeadCounts, Model, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
+use moh_model::{
+    HeadCounts, Model, ModelConfig, MohConfig, RouterKind, SharedChoice, SharedHeadSets,
+};
 
 /// A calibration, and the output projections that it refitted.
 fn run(config: &ModelConfig, options: &CalibrationOptions) -> (Calibration, Vec<Vec<f32>>) {
@@ -15,7 +17,7 @@ fn run(config: &ModelConfig, options: &CalibrationOptions) -> (Calibration, Vec<
 }
 
 /// A refit whose projections stay in f32.
-fn refit(moh: MohConfig, shared: Shared) -> CalibrationOptions {
+fn refit(moh: MohConfig, shared: SharedChoice) -> CalibrationOptions {
     CalibrationOptions { moh, shared, refit: true, stored: None }
 }
 
@@ -86,9 +88,9 @@ fn losses_are_those_of_whole_models() {
         (with_more_heads(), MohConfig { router: RouterKind::Group, ..moh(8, 4) }),
     ] {
         for (shared, stored) in [
-            (Shared::Calibrated, None),
-            (Shared::CalibratedNumber, Some(DType::BF16)),
-            (Shared::Given, None),
+            (SharedChoice::Calibrated, None),
+            (SharedChoice::CalibratedNumber, Some(DType::BF16)),
+            (SharedChoice::Given, None),
         ] {
             let options = CalibrationOptions { stored, ..refit(moh.clone(), shared) };
             let (found, projections) = run(&config, &options);
@@ -122,18 +124,18 @@ fn sets_are_better_than_the_first_heads_and_a_free_number_is_no_worse() {
     let config = config("llama");
     let run = |shared| run(&config, &refit(moh(4, 2), shared)).0;
     let first_layer = |found: &Calibration| found.layers[0].error.unwrap();
-    let (given, sets) = (run(Shared::Given), run(Shared::Calibrated));
+    let (given, sets) = (run(SharedChoice::Given), run(SharedChoice::Calibrated));
     assert_eq!(given.moh.shared_heads, SharedHeadSets::from(4));
     // The first layer sees the dense model's activations, on which sets are judged, of other tokens.
     assert!(first_layer(&sets) < first_layer(&given), "{sets:?} {given:?}");
-    let number = first_layer(&run(Shared::CalibratedNumber));
+    let number = first_layer(&run(SharedChoice::CalibratedNumber));
     assert!(number < 1.02 * first_layer(&sets), "{number} {sets:?}");
 }
 
 #[test]
 fn all_heads_keep_the_dense_model() {
     let config = config("llama");
-    let (found, projections) = run(&config, &refit(moh(3, 5), Shared::Given));
+    let (found, projections) = run(&config, &refit(moh(3, 5), SharedChoice::Given));
     assert!((found.losses.calibrated - found.losses.dense).abs() < 1e-5);
     let mut old = vec![0f32; projections[1].len()];
     source(&config)("model.layers.1.self_attn.o_proj.weight", &mut old).unwrap();
@@ -144,7 +146,7 @@ fn all_heads_keep_the_dense_model() {
 #[test]
 fn without_a_refit_the_weights_stay() {
     let config = config("llama");
-    let options = CalibrationOptions { refit: false, ..refit(moh(4, 2), Shared::Calibrated) };
+    let options = CalibrationOptions { refit: false, ..refit(moh(4, 2), SharedChoice::Calibrated) };
     let (found, projections) = run(&config, &options);
     assert!(projections.is_empty() && found.layers.iter().all(|layer| layer.error.is_none()));
     let expected = loss(&config, Some(found.moh.clone()), &[], &[]);
@@ -154,10 +156,10 @@ fn without_a_refit_the_weights_stay() {
 #[test]
 fn the_bits_do_not_depend_on_the_threads() {
     for (config, router, shared) in [
-        (config("llama"), RouterKind::QueryNorm, Shared::Calibrated),
-        (config("llama"), RouterKind::Linear, Shared::Calibrated),
-        (config("llama"), RouterKind::TwoStage, Shared::CalibratedNumber),
-        (with_more_heads(), RouterKind::QueryNorm, Shared::CalibratedNumber),
+        (config("llama"), RouterKind::QueryNorm, SharedChoice::Calibrated),
+        (config("llama"), RouterKind::Linear, SharedChoice::Calibrated),
+        (config("llama"), RouterKind::TwoStage, SharedChoice::CalibratedNumber),
+        (with_more_heads(), RouterKind::QueryNorm, SharedChoice::CalibratedNumber),
     ] {
         let options = refit(MohConfig { router, ..moh(4, 2) }, shared);
         let on = |threads| {
@@ -172,11 +174,11 @@ fn the_bits_do_not_depend_on_the_threads() {
 #[test]
 fn rows_are_fitted_for_the_stream_that_the_router_reads() {
     for (model_type, router, shared) in [
-        ("llama", RouterKind::Linear, Shared::CalibratedNumber),
-        ("qwen3", RouterKind::Linear, Shared::CalibratedNumber),
-        ("llama", RouterKind::OneStage, Shared::Calibrated),
-        ("llama", RouterKind::TwoStage, Shared::Calibrated),
-        ("qwen3", RouterKind::TwoStage, Shared::CalibratedNumber),
+        ("llama", RouterKind::Linear, SharedChoice::CalibratedNumber),
+        ("qwen3", RouterKind::Linear, SharedChoice::CalibratedNumber),
+        ("llama", RouterKind::OneStage, SharedChoice::Calibrated),
+        ("llama", RouterKind::TwoStage, SharedChoice::Calibrated),
+        ("qwen3", RouterKind::TwoStage, SharedChoice::CalibratedNumber),
     ] {
         let config = config(model_type);
         let moh = MohConfig { router, ..moh(3, 2) };
@@ -206,7 +208,7 @@ fn a_layer_whose_heads_are_all_shared_is_left_dense() {
     let shared_heads = HeadCounts::Each(vec![8, 4, 4]).into();
     let routed_top_k = HeadCounts::Each(vec![0, 2, 2]);
     let moh = MohConfig { shared_heads, routed_top_k, ..moh(4, 2) };
-    let (found, _) = run(&config, &refit(moh, Shared::CalibratedNumber));
+    let (found, _) = run(&config, &refit(moh, SharedChoice::CalibratedNumber));
     assert_eq!((found.layers[0].shared.len(), found.layers[0].top_k), (8, 0));
     assert!(found.layers[0].error.unwrap() < 1e-9);
 }
@@ -214,10 +216,10 @@ fn a_layer_whose_heads_are_all_shared_is_left_dense() {
 #[test]
 fn weights_that_are_not_finite_are_named_by_layer() {
     for (config, moh, shared) in [
-        (config("llama"), moh(4, 2), Shared::Given),
-        (config("llama"), moh(4, 2), Shared::Calibrated),
-        (with_more_heads(), moh(8, 2), Shared::Calibrated),
-        (with_more_heads(), moh(8, 2), Shared::CalibratedNumber),
+        (config("llama"), moh(4, 2), SharedChoice::Given),
+        (config("llama"), moh(4, 2), SharedChoice::Calibrated),
+        (with_more_heads(), moh(8, 2), SharedChoice::Calibrated),
+        (with_more_heads(), moh(8, 2), SharedChoice::CalibratedNumber),
     ] {
         let mut read = source(&config);
         let message = failure(&config, &refit(moh, shared), |name, values| {
@@ -245,7 +247,7 @@ fn a_calibration_stops_within_a_layer() {
     let found = calibrate::<Cpu, Error>(
         &Cpu,
         &config,
-        &refit(moh(4, 2), Shared::Calibrated),
+        &refit(moh(4, 2), SharedChoice::Calibrated),
         &tokens(&config),
         &mut source(&config),
         &mut kept,
@@ -259,9 +261,9 @@ fn a_calibration_stops_within_a_layer() {
 #[test]
 fn a_calibration_goes_on_behind_the_layers_that_are_known() {
     for (config, router, shared) in [
-        (config("llama"), RouterKind::QueryNorm, Shared::Calibrated),
-        (config("qwen3"), RouterKind::TwoStage, Shared::Calibrated),
-        (with_more_heads(), RouterKind::Group, Shared::CalibratedNumber),
+        (config("llama"), RouterKind::QueryNorm, SharedChoice::Calibrated),
+        (config("qwen3"), RouterKind::TwoStage, SharedChoice::Calibrated),
+        (with_more_heads(), RouterKind::Group, SharedChoice::CalibratedNumber),
     ] {
         let options = refit(MohConfig { router, ..moh(4, 4) }, shared);
         let run = |known: &[FoundLayer]| {

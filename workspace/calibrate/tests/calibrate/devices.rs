@@ -3,18 +3,18 @@
 #![cfg(feature = "cuda-emulator")]
 
 use crate::support::{config, moh, run_on, with_more_heads};
-use moh_calibrate::{CalibrationOptions, Shared};
+use moh_calibrate::CalibrationOptions;
 use moh_kernels::{Cpu, Cuda};
-use moh_model::{MohConfig, RouterKind};
+use moh_model::{MohConfig, RouterKind, SharedChoice};
 
 /// Products that are summed in another order can choose another set of nearly the same error; these models have none.
 #[test]
 fn an_emulated_gpu_chooses_and_refits_as_the_cpu() {
     for (config, router, shared) in [
-        (config("llama"), RouterKind::QueryNorm, Shared::CalibratedNumber),
-        (config("qwen3"), RouterKind::Group, Shared::Calibrated),
-        (config("llama"), RouterKind::TwoStage, Shared::Calibrated),
-        (with_more_heads(), RouterKind::QueryNorm, Shared::Calibrated),
+        (config("llama"), RouterKind::QueryNorm, SharedChoice::CalibratedNumber),
+        (config("qwen3"), RouterKind::Group, SharedChoice::Calibrated),
+        (config("llama"), RouterKind::TwoStage, SharedChoice::Calibrated),
+        (with_more_heads(), RouterKind::QueryNorm, SharedChoice::Calibrated),
     ] {
         let moh = MohConfig { router, ..moh(4, 2) };
         let options = CalibrationOptions { moh, shared, refit: true, stored: None };

@@ -5,14 +5,14 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use moh_calibrate::{CalibrationOptions, CalibrationTokens, Shared};
+use moh_calibrate::{CalibrationOptions, CalibrationTokens};
 use moh_comm::World;
 use moh_convert::{Calibrated, ConversionOptions, Receipt, TargetAttention, convert};
 use moh_data::{TokenFile, Windows};
 use moh_hf::{ConfigFile, StoredModel, WeightFiles, write_random_model};
 use moh_kernels::open_device::OpenDevice;
 use moh_kernels::{Cpu, DType};
-use moh_model::{HeadCounts, Model, MohConfig, RouterKind};
+use moh_model::{HeadCounts, Model, MohConfig, RouterKind, SharedChoice};
 use moh_recipe::{AttentionKind, Recipe};
 use moh_step::{EvaluationText, Evaluator};
 use moh_text::TextTokenizer;
@@ -350,8 +350,12 @@ fn measured(
     let tokens = CalibrationTokens::new(ids, windows.length(), 4096, &config).unwrap();
     let (shared_heads, top_k) = ((active / 2).into(), active - active / 2);
     let moh = MohConfig { router, shared_heads, routed_top_k: HeadCounts::All(top_k) };
-    let calibration =
-        CalibrationOptions { moh, shared: Shared::CalibratedNumber, refit: true, stored: None };
+    let calibration = CalibrationOptions {
+        moh,
+        shared: SharedChoice::CalibratedNumber,
+        refit: true,
+        stored: None,
+    };
     let calibrated = Calibrated::measure(
         &options,
         &calibration,
@@ -381,7 +385,7 @@ fn an_interrupted_calibration_goes_on_behind_its_layers() {
         routed_top_k: HeadCounts::All(8),
     };
     let calibration =
-        CalibrationOptions { moh, shared: Shared::Calibrated, refit: true, stored: None };
+        CalibrationOptions { moh, shared: SharedChoice::Calibrated, refit: true, stored: None };
     let measure = |out: &str, stop_at: Option<usize>| {
         let options = ConversionOptions::new(dir.path().join("model"), dir.path().join(out));
         let stop = AtomicBool::new(false);

@@ -402,13 +402,13 @@ fn calibrations_that_cannot_be_made_are_refused() {
         ("calibration = { search_tokens = 0 }", "calibration.search_tokens = 0", "must be from 1"),
         (
             "shared_head_ids = [[0, 2], [1, 3], [0, 1], [4, 5], [6, 7]], calibration = {}",
-            "calibration.shared = \"calibrated\"",
+            "calibration.shared: ",
             "chooses the heads that shared_head_ids names: leave these out, or set it to \"given\"",
         ),
         (
             "shared_head_ids = [[0, 2], [1, 3], [0, 1], [4, 5], [6, 7]], \
              calibration = { shared = 'calibrated-number' }",
-            "calibration.shared = \"calibrated-number\"",
+            "calibration.shared: ",
             "chooses the heads that shared_head_ids names",
         ),
         (
@@ -494,7 +494,7 @@ fn calibrations_have_defaults_and_are_of_stages_that_convert() {
     let expected = CalibrationOptions {
         tokens: 65_536,
         search_tokens: 4096,
-        shared: SharedChoice::Calibrated,
+        shared: moh_model::SharedChoice::Calibrated,
         refit: true,
     };
     assert_eq!(recipe.stages[1].calibration(), Some(expected));

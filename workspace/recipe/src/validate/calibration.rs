@@ -16,10 +16,9 @@ pub(super) fn check(faults: &mut Faults, stage: &Stage) {
     }
     let has_ids = stage.moh.as_ref().is_some_and(|moh| moh.shared_head_ids.is_some());
     if has_ids && calibration.chooses_heads() {
-        let chooses = format!("\"{}\"", calibration.shared.name());
         let reason =
             "chooses the heads that shared_head_ids names: leave these out, or set it to \"given\"";
-        faults.check(false, &key(".shared"), chooses, reason);
+        faults.add(&key(".shared"), reason);
     }
     let fits = stage.moh.as_ref().and_then(|moh| moh.router).is_some_and(RouterKind::has_matrices);
     if !calibration.chooses_heads() && !calibration.refit && !fits {

@@ -21,7 +21,6 @@ use moh_checkpoint::{RunDirectory, RunState, StoredCheckpoint};
 use moh_data::TrainingData;
 use moh_kernels::Backend;
 use moh_model::{ModelConfig, ModelLayout, MohConfig, Segment};
-use moh_plan::measured_heads;
 use moh_recipe::{CalibrationOptions, Recipe, Stage};
 use moh_step::{Ranks, TensorKind};
 pub(crate) use record::CalibrationRecord;
@@ -76,9 +75,8 @@ impl<'a> StageMeasurement<'a> {
         let tokens =
             CalibrationTokens::new(ids, data.sequence_length(), calibration.search_tokens, &dense)
                 .map_err(|source| error(recipe, &stage.name, source))?;
-        let shared = measured_heads(calibration.shared);
+        let CalibrationOptions { shared, refit, .. } = calibration;
         // Training goes on with the values in f32.
-        let refit = calibration.refit;
         let options = moh_calibrate::CalibrationOptions { moh, shared, refit, stored: None };
         let (stage, step) = (stage.name.as_str(), state.step);
         Ok(Some(StageMeasurement { recipe, run, source, stage, step, dense, options, tokens }))

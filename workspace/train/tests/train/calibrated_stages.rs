@@ -14,16 +14,15 @@ use crate::support::driver::{
 use crate::support::results::{Results, assert_alike};
 use crate::support::{MICRO_BATCHES, TestRun, arranged, copy_all, flip, run_of, summary_of};
 use moh_calibrate::{
-    Calibration, CalibrationOptions, CalibrationTokens, FoundLayer, LayerStore, Shared, Watch,
-    calibrate,
+    Calibration, CalibrationOptions, CalibrationTokens, FoundLayer, LayerStore, Watch, calibrate,
 };
 use moh_checkpoint::run_log::routing_log::{self, RoutingMoment};
 use moh_checkpoint::{RunDirectory, StoredCheckpoint};
 use moh_comm::World;
 use moh_hf::ConfigFile;
 use moh_kernels::Cpu;
-use moh_model::RouterKind;
 use moh_model::tensors::{OUTPUT_PROJECTION, ROUTER, ROUTER_STAGES, in_layer};
+use moh_model::{RouterKind, SharedChoice};
 use moh_plan::open_training;
 use moh_recipe::{Recipe, START};
 use moh_step::TensorKind;
@@ -81,7 +80,7 @@ impl LayerStore<moh_calibrate::Error> for Layers {
 
 /// What crate `moh-calibrate` finds for the checkpoint of step 5 on the 16 samples that come after the second stage's, and the output
 /// projections.
-fn expected(recipe: &Recipe, shared: Shared) -> (Calibration, Vec<Vec<f32>>) {
+fn expected(recipe: &Recipe, shared: SharedChoice) -> (Calibration, Vec<Vec<f32>>) {
     let stored = StoredCheckpoint::of_step(&run_of(recipe), 5).unwrap();
     let config = moh_checkpoint::run_directory::config_file(&stored, Path::new("config.json"))
         .unwrap()
@@ -141,7 +140,7 @@ fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
             heard = Some((*calibration).clone());
         }
     });
-    let (calibration, projections) = expected(&recipe, Shared::Calibrated);
+    let (calibration, projections) = expected(&recipe, SharedChoice::Calibrated);
     assert_eq!(exported(&recipe, OUTPUT_PROJECTION), projections);
     let fits = calibration.layers.iter().map(|layer| layer.router.as_ref().unwrap().rows.clone());
     assert_eq!(exported(&recipe, ROUTER), fits.collect::<Vec<_>>());
@@ -209,7 +208,7 @@ fn a_stage_can_begin_with_the_best_numbers_of_heads() {
         let recipe = place.recipe_in(name, &[&moh, KEEP]);
         finish(&recipe);
         let found = config_of(&recipe).config.moh.unwrap();
-        assert_eq!(found, expected(&recipe, Shared::CalibratedNumber).0.moh, "{name}");
+        assert_eq!(found, expected(&recipe, SharedChoice::CalibratedNumber).0.moh, "{name}");
         let layers = [0, 1].map(|layer| found.layer(layer));
         assert!(layers.iter().all(|layer| layer.active() == 3), "{found:?}");
         assert!(layers.iter().any(|layer| !layer.shared.is_empty()), "{found:?}");
