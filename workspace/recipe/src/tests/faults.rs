@@ -406,12 +406,6 @@ fn calibrations_that_cannot_be_made_are_refused() {
             "chooses the heads that shared_head_ids names: leave these out, or set it to \"given\"",
         ),
         (
-            "shared_head_ids = [[0, 2], [1, 3], [0, 1], [4, 5], [6, 7]], \
-             calibration = { shared = 'calibrated-number' }",
-            "calibration.shared: ",
-            "chooses the heads that shared_head_ids names",
-        ),
-        (
             "router = 'query-norm', calibration = { shared = 'given', refit = false }",
             "calibration",
             "changes nothing with shared = \"given\" and refit = false: leave it out",
