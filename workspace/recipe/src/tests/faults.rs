@@ -402,8 +402,14 @@ fn calibrations_that_cannot_be_made_are_refused() {
         ("calibration = { search_tokens = 0 }", "calibration.search_tokens = 0", "must be from 1"),
         (
             "shared_head_ids = [[0, 2], [1, 3], [0, 1], [4, 5], [6, 7]], calibration = {}",
-            "calibration.shared: ",
+            "calibration.shared = \"calibrated\"",
             "chooses the heads that shared_head_ids names: leave these out, or set it to \"given\"",
+        ),
+        (
+            "shared_head_ids = [[0, 2], [1, 3], [0, 1], [4, 5], [6, 7]], \
+             calibration = { shared = 'calibrated-number' }",
+            "calibration.shared = \"calibrated-number\"",
+            "chooses the heads that shared_head_ids names",
         ),
         (
             "router = 'query-norm', calibration = { shared = 'given', refit = false }",

@@ -1,6 +1,7 @@
 //! The limits of `moh.calibration`: which stages it can measure, and which stages keep what it has chosen.
 
 use moh_model::{ModelConfig, RouterKind};
+use serde_json::json;
 
 use super::{Faults, MAX_TOKENS, stage_key};
 use crate::{AttentionKind, Recipe, Stage};
@@ -18,7 +19,7 @@ pub(super) fn check(faults: &mut Faults, stage: &Stage) {
     if has_ids && calibration.chooses_heads() {
         let reason =
             "chooses the heads that shared_head_ids names: leave these out, or set it to \"given\"";
-        faults.add(&key(".shared"), reason);
+        faults.check(false, &key(".shared"), json!(calibration.shared), reason);
     }
     let fits = stage.moh.as_ref().and_then(|moh| moh.router).is_some_and(RouterKind::has_matrices);
     if !calibration.chooses_heads() && !calibration.refit && !fits {

@@ -48,6 +48,13 @@ const NUMBERS: [&str; 3] = [
 ];
 const LEARNED: &str = "stage.moh.moh={ router = 'two-stage', shared_heads = 1, routed_top_k = 2, \
                        calibration = { tokens = 128 } }";
+/// The first stage fits the router alone, and the second one keeps it.
+const LEARNED_FIRST: [&str; 3] = [
+    FIRST[0],
+    "stage.adapt.moh={ shared_heads = 2, routed_top_k = 1, \
+     calibration = { tokens = 128, shared = 'given', refit = false } }",
+    FIRST[2],
+];
 /// The second stage has a learned router that is not fitted.
 const ZEROS: &str = "stage.moh.moh={ router = 'two-stage', shared_heads = 1, routed_top_k = 2 }";
 
@@ -131,9 +138,9 @@ fn chosen(recipe: &Recipe) -> Vec<(Vec<usize>, usize)> {
 #[test]
 fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
     let place = TestRun::new();
-    // Output projections and routers stay as the stage begins.
-    let frozen = "stage.moh.optimizer.groups={ attention = 0, router = 0 }";
-    let recipe = place.recipe_in("run", &[LEARNED, frozen, KEEP]);
+    // The output projections stay as the stage begins.
+    let frozen = "stage.moh.optimizer.groups={ attention = 0 }";
+    let recipe = place.recipe_in("run", &[SECOND, frozen, KEEP]);
     let mut heard = None;
     Start::default().finish_and_hear(&recipe, |event, _| {
         if let Event::Calibrated(calibration) = event {
@@ -142,9 +149,6 @@ fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
     });
     let (calibration, projections) = expected(&recipe, SharedChoice::Calibrated);
     assert_eq!(exported(&recipe, OUTPUT_PROJECTION), projections);
-    let fits = calibration.layers.iter().map(|layer| layer.router.as_ref().unwrap().rows.clone());
-    assert_eq!(exported(&recipe, ROUTER), fits.collect::<Vec<_>>());
-    assert!(exported(&recipe, ROUTER_STAGES).iter().flatten().all(|&value| value == 0.0));
     let (run, config) = (run_of(&recipe), config_of(&recipe));
     assert_eq!(config.config.moh, Some(calibration.moh.clone()));
     assert_eq!(config.fields["moh_output_refitted"], true);
@@ -168,11 +172,26 @@ fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
     assert_eq!([found.loss_dense, found.loss], [expected.dense, expected.calibrated]);
     for (found, expected) in found.layers.iter().zip(&calibration.layers) {
         assert_eq!(found.shared_heads, expected.shared.heads().collect::<Vec<_>>());
-        assert_eq!((found.routed_top_k, found.error), (2, expected.error));
+        assert_eq!((found.routed_top_k, found.error), (1, expected.error));
         assert!(found.error.unwrap() < found.error_before);
     }
     let card = fs::read_to_string(run.export().join("README.md")).unwrap();
     assert!(card.contains("Before stage moh the heads were measured on 128 tokens"), "{card}");
+}
+
+#[test]
+fn a_learned_router_begins_as_it_is_fitted() {
+    let place = TestRun::new();
+    // They stay as the stage begins.
+    let frozen = "stage.moh.optimizer.groups={ attention = 0, router = 0 }";
+    let recipe = place.recipe_in("run", &[LEARNED, frozen, KEEP]);
+    finish(&recipe);
+    let (calibration, projections) = expected(&recipe, SharedChoice::Calibrated);
+    let fits = calibration.layers.into_iter().map(|layer| layer.router.unwrap().rows);
+    assert_eq!(exported(&recipe, ROUTER), fits.collect::<Vec<_>>());
+    assert_eq!(exported(&recipe, OUTPUT_PROJECTION), projections);
+    assert!(exported(&recipe, ROUTER_STAGES).iter().flatten().all(|&value| value == 0.0));
+    assert_eq!(config_of(&recipe).config.moh, Some(calibration.moh));
 }
 
 #[test]
@@ -266,6 +285,7 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
         &[FIRST[0], FIRST[1], FIRST[2], BF16],
         &[NUMBERS[0], NUMBERS[1], NUMBERS[2], BF16],
         &[LEARNED, BF16],
+        &LEARNED_FIRST,
         &[ZEROS, BF16],
     ]
     .into_iter()
@@ -399,7 +419,7 @@ fn a_run_that_goes_back_to_the_stages_beginning_has_the_same_heads() {
 fn a_run_that_is_stopped_in_any_evaluation_has_the_same_router() {
     let place = TestRun::new();
     for (name, changes) in
-        [("zeros", &[ZEROS, BF16][..]), ("fitted", &[LEARNED]), ("first", &FIRST)]
+        [("zeros", &[ZEROS, BF16][..]), ("fitted", &[LEARNED]), ("first", &LEARNED_FIRST)]
     {
         let whole = finish(&place.recipe_in(name, changes));
         // As loaded, after step 3, and so on: seven in all.
@@ -421,9 +441,13 @@ fn a_run_that_is_stopped_in_any_evaluation_has_the_same_router() {
 #[test]
 fn every_layout_has_the_same_heads_and_matrices() {
     let place = TestRun::new();
-    for (number, changes, step) in
-        [(0, &FIRST[..], 0), (1, &[SECOND], 5), (2, &NUMBERS, 0), (3, &[LEARNED], 5)]
-    {
+    for (number, changes, step) in [
+        (0, &FIRST[..], 0),
+        (1, &[SECOND], 5),
+        (2, &NUMBERS, 0),
+        (3, &[LEARNED], 5),
+        (4, &LEARNED_FIRST, 0),
+    ] {
         let recipe = |name: &str, layout| {
             let recipe = place.recipe_in(name, &[changes, &MICRO_BATCHES].concat());
             arranged(recipe, [layout; 2])
@@ -453,6 +477,7 @@ fn the_steps_of_a_calibrated_stage_are_replayed() {
         ("numbers", &NUMBERS, 0),
         ("second", &[SECOND, BF16], 5),
         ("learned", &[LEARNED, BF16], 5),
+        ("learned-first", &LEARNED_FIRST, 0),
     ] {
         let recipe = place.recipe_in(name, &[changes, &[KEEP]].concat());
         for (step, line) in (1..).zip(&finish(&recipe).metrics) {
@@ -526,7 +551,7 @@ fn another_run_gives_its_model_a_router() {
     let parent = dense_run(&place);
     let child = |name: &str| {
         let from = format!("{}@5", parent.root().display());
-        let mut child = place.recipe_from(from, name, &FIRST);
+        let mut child = place.recipe_from(from, name, &LEARNED_FIRST);
         child.model.moments = true;
         child
     };
