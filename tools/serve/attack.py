@@ -243,7 +243,7 @@ def main():
             if figures["left"] > LEAVE:
                 faults.append(f"A6: the places of a client that left are taken for {figures['left']:.1f} s")
 
-            # Each chat takes its two seconds, and what the allocator keeps of many values depends on the threads they meet.
+            # Each chat takes its two seconds. Many values leave free memory in the arenas of the threads that read them.
             apart = (attacker.template, attacker.values)
             mixed = [attack for attack in attacks.values() if attack not in apart] * 5
             mixed += [attacker.left] * 5 + [attacker.template]

@@ -442,7 +442,7 @@ fn attend<B: Backend>(
 
 /// Returns a fit's target, `after - x`. Each token of the target and of the heads' `outputs` is multiplied by its factor in
 /// the RMSNorm of `after`, the dense model's stream after attention, or of `x`, the converted model's stream before it, if
-/// that is less. Else the few tokens whose stream is large in one of the models would decide the fit.
+/// that is less. Otherwise the few tokens with a large stream in either model would decide the fit.
 fn weighed(config: &ModelConfig, after: &[f32], x: &[f32], outputs: &mut [f32]) -> Vec<f32> {
     let (scales, mut target) = (norm_scales(config, [after, x]), difference(after, x));
     scale(&mut target, &scales);

@@ -331,7 +331,7 @@ impl Recipe {
                 continue;
             }
             let moh = stage.moh.get_or_insert_default();
-            // Of the routers, the fitted one loses least where a dense model is measured.
+            // It loses least where a dense model is measured.
             let measured = moh.calibration.map(|_| RouterKind::Linear);
             moh.router = moh.router.or(router).or(measured);
             router = moh.router;

@@ -41,7 +41,7 @@ pub fn free_space(path: &Path) -> io::Result<Option<u64>> {
     }
 }
 
-/// What a run writes, but for the logs and for the files of calibrations, which take less than a checkpoint.
+/// The bytes that a run writes, without logs and files of calibrations: these take less than a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Needs {
     checkpoint: u64,

@@ -1,6 +1,6 @@
-//! What becomes of the memory that a program frees.
+//! Freed memory goes back to the system.
 
-/// Bytes from which an allocation has pages of its own, which the system gets back at once.
+/// Bytes of the smallest allocation with pages of its own, which the system gets back at once.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 const OWN_PAGES: libc::c_int = 1 << 20;
 

@@ -127,8 +127,8 @@ impl Cpu {
         ALLOCATED.get()
     }
 
-    /// Makes the process return the memory that it frees to the system, as a server should whose requests
-    /// differ in size. Buffers of at least 1 MiB then get new pages at each allocation.
+    /// Makes the process return freed memory to the system, for servers with requests of any size.
+    /// Buffers of at least 1 MiB then get new pages at each allocation.
     pub fn return_freed_memory(&self) {
         freed_memory::return_to_system();
     }
