@@ -23,6 +23,10 @@ pub use temporary::{Publication, Registered, exit_without_temporaries};
 
 /// Prefix of the names of incomplete and replaced files.
 pub const TEMPORARY: &str = ".tmp-";
+/// The first bytes of what Git LFS keeps in place of a large file.
+pub const GIT_LFS: &[u8] = b"version https://git-lfs.github.com/";
+/// What to do about a file with these first bytes.
+pub const IS_POINTER: &str = "is a pointer of Git LFS: fetch the file itself, with `git lfs pull`";
 
 /// The parent directory of `path`.
 pub fn parent(path: &Path) -> &Path {

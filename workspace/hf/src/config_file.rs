@@ -179,4 +179,4 @@ fn new_fields(config: &ModelConfig) -> Vec<(&'static str, Value)> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

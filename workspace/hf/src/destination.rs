@@ -137,14 +137,12 @@ fn is_shard_name(text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config_file::tests::small_llama;
 
     /// A directory with these files; `config.json` is a Llama's.
     fn directory(files: &[&str]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
-        let config = serde_json::json!({
-            "model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
-            "num_hidden_layers": 1, "num_attention_heads": 2,
-        });
+        let config = serde_json::json!(small_llama(false).fields);
         for name in files {
             let text = if *name == CONFIG_FILE { config.to_string() } else { "mine".to_string() };
             let path = dir.path().join(name);

@@ -28,12 +28,7 @@ mod tests {
     #[test]
     fn the_generation_file_comes_before_the_configuration() {
         let dir = tempfile::tempdir().unwrap();
-        let fields = serde_json::json!({
-            "model_type": "llama", "vocab_size": 8, "hidden_size": 4, "intermediate_size": 4,
-            "num_hidden_layers": 1, "num_attention_heads": 1, "eos_token_id": 2,
-        });
-        let config =
-            crate::ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config;
+        let config = crate::config_file::tests::small_llama(false).config;
         let found = || end_tokens(dir.path(), &config).map_err(|error| error.to_string());
         assert_eq!(found(), Ok(vec![2]));
         for (text, expected) in [

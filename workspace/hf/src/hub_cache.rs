@@ -102,10 +102,10 @@ pub fn is_content_address(text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use moh_kernels::DType;
-    use serde_json::json;
 
     use super::*;
-    use crate::{ConfigFile, write_random_model};
+    use crate::config_file::tests::small_llama;
+    use crate::write_random_model;
 
     #[test]
     fn a_model_is_found_at_its_commit_and_at_its_branch_once_its_weights_are_there() {
@@ -113,12 +113,7 @@ mod tests {
         let cache = dir.path();
         let repository = cache.join("models--some--model");
         let snapshot = repository.join("snapshots/0ab1");
-        let fields = json!({
-            "model_type": "llama", "vocab_size": 5, "hidden_size": 4, "intermediate_size": 4,
-            "num_hidden_layers": 1, "num_attention_heads": 2,
-        });
-        let file = ConfigFile::from_value(fields, Path::new("config.json")).unwrap();
-        write_random_model(&snapshot, &file, DType::F32, u64::MAX, 1).unwrap();
+        write_random_model(&snapshot, &small_llama(false), DType::F32, u64::MAX, 1).unwrap();
         assert_eq!(find_model(cache, "some/model", "0ab1"), Some(snapshot.clone()));
         assert_eq!(find_model(cache, "some/model", "main"), None);
         fs::create_dir_all(repository.join("refs/refs/pr")).unwrap();

@@ -90,6 +90,7 @@ fn has_own_head(config: &ModelConfig, weights: &WeightFiles) -> Result<bool, Err
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config_file::tests::small_llama;
     use crate::model_directory::{Contents, TensorSpec, write_model};
     use moh_kernels::DType;
     use moh_model::tensors::tensor_shapes;
@@ -97,14 +98,10 @@ mod tests {
     /// A tied model whose files have an output head of this type, with the embedding's values but
     /// for the last, to which `added` is added.
     fn model(dir: &Path, dtype: DType, added: f32) {
-        let fields = json!({
-            "model_type": "llama", "vocab_size": 5, "hidden_size": 4, "intermediate_size": 4,
-            "num_hidden_layers": 1, "num_attention_heads": 2, "tie_word_embeddings": true,
-        });
-        let file = ConfigFile::from_value(fields, Path::new("config.json")).unwrap();
+        let file = small_llama(true);
         let spec = |(name, shape)| TensorSpec { name, shape, dtype: DType::F32 };
         let mut tensors: Vec<_> = tensor_shapes(&file.config).into_iter().map(spec).collect();
-        tensors.push(TensorSpec { name: OUTPUT_HEAD.into(), shape: vec![5, 4], dtype });
+        tensors.push(TensorSpec { name: OUTPUT_HEAD.into(), shape: vec![6, 4], dtype });
         let contents = Contents::new(&file.fields, &tensors, u64::MAX);
         write_model::<Error>(dir, false, &contents, &mut |spec, sink| {
             let mut values = vec![1.0; spec.shape.iter().product()];

@@ -26,8 +26,6 @@ pub const WEIGHTS_FILE: &str = "model.safetensors";
 /// Name of the index of sharded weights.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
 
-/// Git-lfs leaves a small text file in place of a large one until that is pulled.
-const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 /// Maximum bytes of an index.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 /// Bytes of a block of [`WeightFiles::sample`].
@@ -192,10 +190,8 @@ impl WeightFiles {
         let io = |source| Error::from(moh_files::io(&path)(source));
         let file = moh_files::open(&path).map_err(io)?;
         let map = map(&file).map_err(io)?;
-        if map.starts_with(LFS_POINTER) {
-            let reason =
-                "is a git-lfs pointer, not the weights: run git lfs pull in its repository";
-            return refuse(&path, reason);
+        if map.starts_with(moh_files::GIT_LFS) {
+            return refuse(&path, moh_files::IS_POINTER);
         }
         let (header, metadata) = match SafeTensors::read_metadata(&map) {
             Ok(read) => read,

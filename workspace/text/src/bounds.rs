@@ -3,9 +3,11 @@
 //! that are compared and lists within lists cost, nor for what Python's methods do. These instructions are replaced by
 //! calls of functions of this module, which charge before they work; [`Charge`] does for values that are written.
 
+use std::cmp::Ordering;
+
 use minijinja::machinery::{Instruction, Instructions};
 use minijinja::value::{Rest, Tuple, ValueKind};
-use minijinja::{Environment, Error, ErrorKind, State, Value, tests};
+use minijinja::{Environment, Error, ErrorKind, State, Value, filters, tests};
 use minijinja_contrib::pycompat;
 
 use crate::{python, strings};
@@ -14,6 +16,8 @@ use crate::{python, strings};
 const MAX_DEPTH: usize = 200;
 /// Maximum digits of a width in a format.
 const MAX_WIDTH_DIGITS: usize = 4;
+/// The most bytes of a letter that is escaped.
+const ESCAPED_BYTES: usize = 5;
 /// Parts of a unit of fuel, in which values are charged: [`NODE`] for each, and one for four bytes.
 const PARTS: u64 = 16;
 const NODE: u64 = 8;
@@ -26,10 +30,10 @@ const OPERATORS: [(&str, Operator); 9] = [
     ("~", joined),
     ("==", |state, a, b| compared(state, a, b).map(|()| Value::from(a == b))),
     ("!=", |state, a, b| compared(state, a, b).map(|()| Value::from(a != b))),
-    ("<", |state, a, b| compared(state, a, b).map(|()| Value::from(a < b))),
-    ("<=", |state, a, b| compared(state, a, b).map(|()| Value::from(a <= b))),
-    (">", |state, a, b| compared(state, a, b).map(|()| Value::from(a > b))),
-    (">=", |state, a, b| compared(state, a, b).map(|()| Value::from(a >= b))),
+    ("<", |state, a, b| ordered(state, a, b, Ordering::is_lt)),
+    ("<=", |state, a, b| ordered(state, a, b, Ordering::is_le)),
+    (">", |state, a, b| ordered(state, a, b, Ordering::is_gt)),
+    (">=", |state, a, b| ordered(state, a, b, Ordering::is_ge)),
     ("in", is_in),
 ];
 
@@ -58,6 +62,8 @@ pub(crate) fn install(environment: &mut Environment<'_>) {
     environment.add_test("callable", |value: &Value| {
         value.is_undefined() || value.as_object().is_some() && value.kind() == ValueKind::Plain
     });
+    environment.add_filter("e", escape);
+    environment.add_filter("escape", escape);
     environment.add_filter("int", strings::int);
     environment.add_filter("trim", strings::trim);
     environment.add_filter("string", |state: &State, value: Value| python::text(state, &value));
@@ -72,11 +78,17 @@ pub(crate) fn install(environment: &mut Environment<'_>) {
     });
 }
 
-/// Replaces the instructions that the engine does not charge.
-pub(crate) fn replace(instructions: &mut Instructions<'_>) {
-    for index in 0.. {
-        let Some(instruction) = instructions.get_mut(index) else { return };
+/// Replaces the instructions that the engine does not charge. Fails for a block `autoescape`, unless it is off.
+pub(crate) fn replace(instructions: &mut Instructions<'_>) -> Result<(), Error> {
+    for index in 0_u32.. {
+        let before = index.checked_sub(1).and_then(|before| instructions.get(before));
+        let is_off = matches!(before, Some(Instruction::LoadConst(value)) if !value.is_true());
+        let Some(instruction) = instructions.get_mut(index) else { break };
         let (name, count) = match instruction {
+            Instruction::PushAutoEscape if !is_off => {
+                let reason = "a block autoescape writes what is printed as HTML: take it out";
+                return Err(fault(reason.to_owned()));
+            }
             Instruction::Add => ("+", 2),
             Instruction::StringConcat => ("~", 2),
             Instruction::Eq => ("==", 2),
@@ -96,6 +108,7 @@ pub(crate) fn replace(instructions: &mut Instructions<'_>) {
             *instruction = Instruction::CallFunction(name, Some(count));
         }
     }
+    Ok(())
 }
 
 /// Takes fuel for values, in parts of a unit.
@@ -161,15 +174,21 @@ fn has_fuel(state: &State, bytes: usize) -> Result<(), Error> {
 
 fn joined(state: &State, a: &Value, b: &Value) -> Result<Value, Error> {
     match (a.as_str(), b.as_str()) {
-        (Some(_), Some(_)) => add(state, a, b),
+        (Some(a), Some(b)) => concat(state, a, b).map(Value::from),
         _ => Ok(Value::from(python::text(state, a)? + &python::text(state, b)?)),
     }
 }
 
 fn add(state: &State, a: &Value, b: &Value) -> Result<Value, Error> {
-    if let (Some(a), Some(b)) = (a.as_str(), b.as_str()) {
-        has_fuel(state, a.len() + b.len())?;
-        return Ok(Value::from([a, b].concat()));
+    match (a.as_str(), b.as_str()) {
+        (Some(_), Some(_)) if a.is_safe() != b.is_safe() => {
+            return add(state, &escape(state, a)?, &escape(state, b)?);
+        }
+        (Some(text), Some(other)) => {
+            let text = concat(state, text, other)?;
+            return Ok(if a.is_safe() { Value::from_safe_string(text) } else { text.into() });
+        }
+        _ => {}
     }
     let is_list = |value: &Value| matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable);
     if is_list(a) && is_list(b) && a.is_tuple() == b.is_tuple() {
@@ -180,17 +199,46 @@ fn add(state: &State, a: &Value, b: &Value) -> Result<Value, Error> {
         }
         return Ok(if a.is_tuple() { Tuple::from(items).into() } else { items.into() });
     }
-    let is_number = |value: &Value| matches!(value.kind(), ValueKind::Number | ValueKind::Bool);
-    let is_whole = |value: &Value| value.is_integer() || value.kind() == ValueKind::Bool;
-    let sum = match (is_number(a) && is_number(b), is_whole(a) && is_whole(b)) {
-        (true, true) => {
-            let whole = |value: &Value| i128::try_from(value.clone());
-            whole(a)?.checked_add(whole(b)?).map(Value::from)
-        }
-        (true, false) => Some((f64::try_from(a.clone())? + f64::try_from(b.clone())?).into()),
-        _ => None,
+    if !is_number(a.kind()) || !is_number(b.kind()) {
+        return Err(fault(format!("cannot add {} and {}", a.kind(), b.kind())));
+    }
+    let none: [(&str, Value); 0] = [];
+    filters::sum(state, vec![b.clone()].into(), None, Some(a.clone()), none.into_iter().collect())
+}
+
+fn is_number(kind: ValueKind) -> bool {
+    matches!(kind, ValueKind::Number | ValueKind::Bool)
+}
+
+fn concat(state: &State, a: &str, b: &str) -> Result<String, Error> {
+    has_fuel(state, a.len() + b.len())?;
+    Ok([a, b].concat())
+}
+
+/// The filter `escape`, as Jinja has it. A text that is safe, as this filter and `safe` mark it, stays as it is.
+fn escape(state: &State, value: &Value) -> Result<Value, Error> {
+    if value.is_safe() {
+        return Ok(value.clone());
+    }
+    let text = python::text(state, value)?;
+    has_fuel(state, text.len().saturating_mul(ESCAPED_BYTES))?;
+    let codes = [("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("'", "&#39;"), ("\"", "&#34;")];
+    let text = codes.iter().fold(text, |text, (letter, code)| text.replace(letter, code));
+    Ok(Value::from_safe_string(text))
+}
+
+/// Whether two values are in an order; NaN is in none, and neither are values that Python does not compare.
+fn ordered(state: &State, a: &Value, b: &Value, is: fn(Ordering) -> bool) -> Result<Value, Error> {
+    compared(state, a, b)?;
+    let is_ordered = match (a.kind(), b.kind()) {
+        (one, other) if is_number(one) && is_number(other) => true,
+        (one, other) => one == other && matches!(one, ValueKind::String | ValueKind::Seq),
     };
-    sum.ok_or_else(|| fault(format!("cannot add {} and {}", a.kind(), b.kind())))
+    if !is_ordered {
+        return Err(fault(format!("cannot compare {} and {}", a.kind(), b.kind())));
+    }
+    let is_nan = |value: &Value| f64::try_from(value.clone()).is_ok_and(f64::is_nan);
+    Ok(Value::from(!is_nan(a) && !is_nan(b) && is(a.cmp(b))))
 }
 
 fn compared(state: &State, a: &Value, b: &Value) -> Result<(), Error> {

@@ -31,7 +31,7 @@ pub use error::{Error, Result};
 pub use moh_data::bytes_of_token;
 pub use numbers::beyond_json;
 pub use render_threads::RenderThreads;
-pub use renderer::{ChatNotes, Renderer, TrainedTurns, TrainingText};
+pub use renderer::{ChatNotes, MESSAGES_OF_LEAST_WORK, Renderer, TrainedTurns, TrainingText};
 pub use template::ChatTemplate;
 pub use text_stream::TextStream;
 pub use tokenizer::TextTokenizer;

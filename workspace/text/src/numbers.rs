@@ -1,5 +1,5 @@
-//! Numbers that Python reads in JSON, and serde_json does not: NaN, infinities, and integers beyond 64 bits. They become
-//! strings with a mark before the text is parsed, and numbers again when a template gets them.
+//! Numbers that Python reads in JSON, and serde_json does not: NaN, infinities, integers beyond 64 bits, and -0. They
+//! become strings with a mark before the text is parsed, and numbers again when a template gets them.
 
 use std::borrow::Cow;
 
@@ -89,10 +89,10 @@ fn is_not_finite(token: &str) -> bool {
     matches!(token, "NaN" | "Infinity" | "-Infinity")
 }
 
-/// Whether a token is an integer of more than 64 bits.
+/// Whether a token is an integer of more than 64 bits, or one that only floats have here.
 fn is_large(token: &str) -> bool {
     let digits = token.strip_prefix('-').unwrap_or(token);
     let is_integer = digits.bytes().all(|byte| byte.is_ascii_digit()) && !digits.starts_with('0');
     let fits = || token.parse::<i64>().is_ok() || token.parse::<u64>().is_ok();
-    digits.len() >= 19 && is_integer && !fits()
+    token == "-0" || digits.len() >= 19 && is_integer && !fits()
 }

@@ -55,7 +55,7 @@ pub(crate) fn tojson(state: &State, value: &Value, arguments: Kwargs) -> Result<
     let json = Some(JsonStyle { indent, sorts, ascii });
     let mut writer = Writer { text: String::new(), charge: Charge::new(state), items, keys, json };
     writer.value(value, 0)?;
-    Ok(Value::from_safe_string(writer.text))
+    Ok(writer.text.into())
 }
 
 pub(crate) fn print(

@@ -32,6 +32,8 @@ const LEAST_WORK: u64 = 4_000_000;
 const WORK_OF_BYTES: u64 = 2;
 const WORK_OF_MESSAGE: u64 = 1_000;
 const MAX_COUNTED_MESSAGES: u64 = 12_000;
+/// The messages for which a template may do as much work again as for an empty conversation.
+pub const MESSAGES_OF_LEAST_WORK: usize = (LEAST_WORK / WORK_OF_MESSAGE) as usize;
 const NAME: &str = "chat";
 
 /// Which of the assistant's turns a model is trained on.
@@ -258,7 +260,7 @@ impl<'a> Compiled<'a> {
             default_auto_escape: Arc::new(|_| AutoEscape::None),
         };
         let mut code = CompiledTemplate::new(NAME, &source.calls, &config).map_err(refused)?;
-        bounds::replace(&mut code.instructions);
+        bounds::replace(&mut code.instructions).map_err(refused)?;
         Ok(Self { source, code })
     }
 }

@@ -26,11 +26,7 @@ pub(crate) fn method(
         ("strip", []) => Ok(text.trim_matches(is_space).into()),
         ("lstrip", []) => Ok(text.trim_start_matches(is_space).into()),
         ("rstrip", []) => Ok(text.trim_end_matches(is_space).into()),
-        ("split", []) => {
-            let words = text.split(is_space).filter(|word| !word.is_empty());
-            Ok(words.map(Value::from).collect())
-        }
-        ("rsplit", _) => rsplit(text, arguments),
+        ("split" | "rsplit", _) => split(text, method == "rsplit", arguments),
         ("title", []) => Ok(title(text).into()),
         ("splitlines", _) => lines(text, arguments),
         ("partition", _) => from_args(arguments).map(|(separator,): (&str,)| {
@@ -45,28 +41,41 @@ pub(crate) fn method(
     })
 }
 
-fn rsplit(text: &str, arguments: &[Value]) -> Result<Value, Error> {
+fn split(text: &str, from_end: bool, arguments: &[Value]) -> Result<Value, Error> {
     let (separator, most, named): (Option<&str>, Option<i64>, Kwargs) = from_args(arguments)?;
+    let separator = separator.map_or_else(|| named.get("sep"), |text| Ok(Some(text)))?;
     let most = most.map_or_else(|| named.get("maxsplit"), |most| Ok(Some(most)))?;
     named.assert_all_used()?;
     let count = most.and_then(|most| usize::try_from(most).ok()).unwrap_or(usize::MAX);
-    let mut parts: Vec<&str> = Vec::new();
-    match separator {
-        Some("") => return Err(fault("rsplit: an empty separator".to_owned())),
-        Some(separator) => parts.extend(text.rsplitn(count.saturating_add(1), separator)),
-        None => {
-            let mut rest = text.trim_end_matches(is_space);
-            while parts.len() < count
-                && let Some((before, part)) = rest.rsplit_once(is_space)
-            {
-                parts.push(part);
-                rest = before.trim_end_matches(is_space);
-            }
-            parts.extend(Some(rest).filter(|rest| !rest.is_empty()));
-        }
+    let mut parts: Vec<&str> = match separator {
+        Some("") => return Err(fault("split: an empty separator".to_owned())),
+        Some(separator) if from_end => text.rsplitn(count.saturating_add(1), separator).collect(),
+        Some(separator) => text.splitn(count.saturating_add(1), separator).collect(),
+        None => words(text, from_end, count),
+    };
+    if from_end {
+        parts.reverse();
     }
-    parts.reverse();
     Ok(parts.into_iter().map(Value::from).collect())
+}
+
+/// The words of a text, from its end on with `from_end`; what follows `count` of them is one part.
+fn words<'t>(text: &'t str, from_end: bool, count: usize) -> Vec<&'t str> {
+    let trimmed = |text: &'t str| match from_end {
+        true => text.trim_end_matches(is_space),
+        false => text.trim_start_matches(is_space),
+    };
+    let cut = |text: &'t str| match from_end {
+        true => text.rsplit_once(is_space).map(|(before, word)| (word, before)),
+        false => text.split_once(is_space),
+    };
+    let (mut words, mut rest) = (Vec::new(), trimmed(text));
+    while !rest.is_empty() {
+        let (word, others) = cut(rest).filter(|_| words.len() < count).unwrap_or((rest, ""));
+        words.push(word);
+        rest = trimmed(others);
+    }
+    words
 }
 
 /// Each run of letters with a case begins with a capital.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use moh_files::{parent, unusable};
+use moh_files::{GIT_LFS, IS_POINTER, json_fault, parent, unusable};
 use serde_json::Value;
 
 use crate::reads::Reads;
@@ -17,12 +17,8 @@ const NAMED_TEMPLATES: &str = "additional_chat_templates";
 const FOR_TOOLS: &str = "tool_use";
 const DEFAULT: &str = "default";
 /// The tokenizer's settings, with the templates if they have no files.
-const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+pub(crate) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const MAX_FILE_BYTES: u64 = 64 << 20;
-/// The first bytes of what Git keeps in place of a large file, and what to do.
-pub(crate) const GIT_LFS: &[u8] = b"version https://git-lfs.github.com/";
-pub(crate) const IS_POINTER: &str =
-    "is a pointer of Git LFS: fetch the file itself, with `git lfs pull`";
 
 /// A chat template with the special tokens that it may name, and another one for conversations with tools if there is one.
 #[derive(Debug)]
@@ -76,10 +72,7 @@ impl ChatTemplate {
     /// As [`ChatTemplate::load`]; `None` if there is no template, or none for conversations without tools.
     pub fn find(tokenizer: &TextTokenizer) -> Result<Option<Self>> {
         let directory = parent(tokenizer.path());
-        let path = directory.join(TOKENIZER_CONFIG);
-        let text = read(&path)?.unwrap_or_else(|| "null".to_owned());
-        let config: Value = serde_json::from_str(&text)
-            .map_err(|error| unusable(&path, format!("not valid JSON: {error}")))?;
+        let config = settings(directory)?;
         let additional = directory.join(NAMED_TEMPLATES);
         let mut texts = [None, None];
         for (found, name) in texts.iter_mut().zip([DEFAULT, FOR_TOOLS]) {
@@ -92,7 +85,8 @@ impl ChatTemplate {
         let has_files = texts.iter().any(Option::is_some) || has_templates(&additional);
         if !has_files {
             texts = [DEFAULT, FOR_TOOLS].map(|name| {
-                named(&config["chat_template"], name).map(|text| Source::new(path.clone(), text))
+                let text = named(&config["chat_template"], name)?;
+                Some(Source::new(directory.join(TOKENIZER_CONFIG), text))
             });
         }
         let [default, for_tools] = texts;
@@ -135,6 +129,14 @@ impl ChatTemplate {
     pub fn renderer(&self) -> Result<Renderer<'_>> {
         Renderer::new(self)
     }
+}
+
+/// The settings of a tokenizer; null if there are none.
+pub(crate) fn settings(directory: &Path) -> Result<Value> {
+    let path = directory.join(TOKENIZER_CONFIG);
+    let text = read(&path)?.unwrap_or_else(|| "null".to_owned());
+    let fault = |error| unusable(&path, json_fault(&error, text.as_bytes()));
+    Ok(serde_json::from_str(&text).map_err(fault)?)
 }
 
 /// The text of a file; `None` if it does not exist.

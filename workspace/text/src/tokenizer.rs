@@ -16,6 +16,7 @@ use tokenizers::{
 };
 
 use crate::panics::quietly;
+use crate::template::{TOKENIZER_CONFIG, settings};
 use crate::{Error, Result, TextStream};
 
 /// A tokenizer.
@@ -38,6 +39,7 @@ pub struct TextTokenizer {
 impl TextTokenizer {
     /// Reads `path/tokenizer.json`, or `path` itself if it is a file, and the files beside it.
     pub fn load(path: &Path) -> Result<Self> {
+        refuse_other_file(path)?;
         let mut source = TokenizerSource::read(path)?;
         let bytes = &std::mem::take(&mut source.json)[..];
         let fault = |reason: String| {
@@ -65,7 +67,7 @@ impl TextTokenizer {
         let puts_space = encoded.get_tokens()[text_starts..]
             .first()
             .is_some_and(|token| token.starts_with(['\u{120}', '\u{2581}']));
-        let config = source.path.with_file_name("tokenizer_config.json");
+        let config = source.path.with_file_name(TOKENIZER_CONFIG);
         for (name, puts, what) in [
             ("add_bos_token", !prefix.is_empty(), "a token before"),
             ("add_eos_token", suffix.is_some(), "a token after"),
@@ -250,6 +252,22 @@ impl std::fmt::Debug for TextTokenizer {
             .field("vocab_size", &self.vocab_size)
             .finish_non_exhaustive()
     }
+}
+
+/// Refuses a `tokenizer.json` in whose place transformers reads a file for its own version.
+fn refuse_other_file(path: &Path) -> Result<()> {
+    let directory = if path.is_dir() { path } else { moh_files::parent(path) };
+    let is_chosen = !path.is_dir() && !path.ends_with("tokenizer.json");
+    let settings = if is_chosen { serde_json::Value::Null } else { settings(directory)? };
+    let mut names = settings["fast_tokenizer_files"].as_array().into_iter().flatten();
+    let version = |name: &str| Some(name.split_once("tokenizer.")?.1.contains(".json"));
+    let Some(name) = names.find(|name| name.as_str().and_then(version) == Some(true)) else {
+        return Ok(());
+    };
+    let reason = format!(
+        "fast_tokenizer_files: transformers reads {name} instead of tokenizer.json: rename it to tokenizer.json, and take the key out"
+    );
+    Err(moh_files::unusable(&directory.join(TOKENIZER_CONFIG), reason).into())
 }
 
 /// A tokenizer whose model is BPE. The library makes three copies of a model whose kind it does not know.

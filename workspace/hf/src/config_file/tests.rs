@@ -5,6 +5,15 @@ use moh_model::{
 
 use super::*;
 
+/// A small Llama's, with a vocabulary of 6 tokens of 4 elements.
+pub(crate) fn small_llama(tied: bool) -> ConfigFile {
+    read(json!({
+        "model_type": "llama", "vocab_size": 6, "hidden_size": 4, "intermediate_size": 6,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "tie_word_embeddings": tied, "eos_token_id": 2,
+    }))
+    .unwrap()
+}
+
 /// A `config.json` as transformers 4 writes it, with one field replaced (null removes it).
 fn with(key: &str, value: Value) -> Result<ConfigFile, String> {
     let mut fields = json!({

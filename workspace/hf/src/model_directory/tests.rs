@@ -16,11 +16,7 @@ fn content(spec: &TensorSpec) -> Vec<u8> {
 }
 
 fn config() -> Map<String, Value> {
-    let fields = json!({
-        "model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
-        "num_hidden_layers": 1, "num_attention_heads": 2,
-    });
-    serde_json::from_value(fields).unwrap()
+    crate::config_file::tests::small_llama(false).fields
 }
 
 fn write(out: &Path, force: bool, max_shard_bytes: u64) -> Result<Written, Error> {
@@ -203,14 +199,9 @@ fn companions_are_the_tokenizers_and_the_generation_settings() {
     for dir in [&source, &tokenizer] {
         fs::create_dir(dir).unwrap();
         fs::create_dir(dir.join(TEMPLATES_FOLDER)).unwrap();
-        for name in [
-            "tokenizer.json",
-            "generation_config.json",
-            "README.md",
-            "chat_template.jinja",
-            "additional_chat_templates/rag.jinja",
-            "additional_chat_templates/notes.txt",
-        ] {
+        let names = "tokenizer.json generation_config.json README.md chat_template.jinja \
+                     additional_chat_templates/rag.jinja additional_chat_templates/notes.txt";
+        for name in names.split(' ') {
             fs::write(dir.join(name), "x").unwrap();
         }
     }

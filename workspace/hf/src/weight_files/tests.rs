@@ -1,16 +1,12 @@
 use super::*;
-use crate::config_file::ConfigFile;
+use crate::config_file::{ConfigFile, tests::small_llama};
 use serde_json::json;
 use std::collections::BTreeMap;
 
 type Tensors = BTreeMap<String, (Vec<usize>, Vec<u8>)>;
 
 fn config(tied: bool) -> ModelConfig {
-    let fields = json!({
-        "model_type": "llama", "vocab_size": 6, "hidden_size": 4, "intermediate_size": 6,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "tie_word_embeddings": tied,
-    });
-    ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config
+    small_llama(tied).config
 }
 
 fn tensors(config: &ModelConfig) -> Tensors {
@@ -169,7 +165,7 @@ fn corrupt_headers_are_refused() {
     let huge = [&u64::MAX.to_le_bytes()[..], &bytes[8..]].concat();
     let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 99\n";
     for (file, expected) in [
-        (pointer.to_vec(), "is a git-lfs pointer, not the weights: run git lfs pull"),
+        (pointer.to_vec(), ": is a pointer of Git LFS: fetch the file itself, with `git lfs pull`"),
         (long, "do not end at its"),
         (huge, "length is absurd"),
         (header("{\"a\": 1}", 0), "corrupt safetensors header"),
@@ -244,11 +240,8 @@ fn a_head_alone_is_the_embedding_of_a_tied_model() {
     tensors.insert(OUTPUT_HEAD.to_owned(), embedding);
     let dir = single(&tensors);
     let write = |tied: bool| {
-        let fields = json!({
-            "model_type": "llama", "vocab_size": 6, "hidden_size": 4, "intermediate_size": 6,
-            "num_hidden_layers": 2, "num_attention_heads": 2, "tie_word_embeddings": tied,
-        });
-        std::fs::write(dir.path().join("config.json"), fields.to_string()).unwrap();
+        let fields = serde_json::to_vec(&small_llama(tied).fields).unwrap();
+        std::fs::write(dir.path().join("config.json"), fields).unwrap();
         crate::StoredModel::open(dir.path())
     };
     let model = write(true).unwrap();

@@ -5,7 +5,7 @@ use std::time::SystemTime;
 
 use axum::extract::State;
 use axum::response::Response;
-use moh_text::Conversation;
+use moh_text::{Conversation, MESSAGES_OF_LEAST_WORK};
 use serde_json::{Value, json};
 
 use super::choice::{ChoiceEvent, WholeChoice};
@@ -15,9 +15,6 @@ use super::token_text::{TokenTexts, finite};
 use super::work::within_limit;
 use super::{ApiError, Fields, Served, answer_id};
 use crate::engine::GeneratedToken;
-
-/// A template may do as much work for so many messages as for an empty conversation (the renderer's bounds).
-const THREAD_MESSAGES: usize = 4000;
 
 pub(super) async fn chat_completions(
     State(served): State<Arc<Served>>,
@@ -56,7 +53,7 @@ pub(super) async fn chat_completions(
 
     let conversation = conversation(messages)?;
     let rendering = Arc::clone(&served);
-    let threads = 1 + conversation.messages().len() / THREAD_MESSAGES;
+    let threads = 1 + conversation.messages().len() / MESSAGES_OF_LEAST_WORK;
     // A rendering that is given up keeps the conversation, and its room.
     let (text, body) = within_limit("the chat template", threads, move || {
         Ok((render(&rendering, &conversation)?, body))

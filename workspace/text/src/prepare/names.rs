@@ -291,7 +291,9 @@ mod tests {
         assert!(refuse(&["*.parquet"]).ends_with("the pattern matches no file"));
         assert!(refuse(&["[.txt"]).contains("is no file and no pattern: "));
         assert!(refuse(&["missing.txt"]).contains("missing.txt: "));
-        assert!(refuse(&["a.txt", "*.txt"]).contains("a.txt: is named twice"));
+        for again in ["*.txt", "./a.txt"] {
+            assert!(refuse(&["a.txt", again]).contains("a.txt: is named twice: name it once"));
+        }
         let expand = |names: &[&str]| {
             let names: Vec<_> = names.iter().map(PathBuf::from).collect();
             let shown = |inputs: Vec<Input>| -> Vec<_> {

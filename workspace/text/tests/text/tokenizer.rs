@@ -52,6 +52,22 @@ fn a_missing_or_broken_tokenizer_names_its_file() {
         fs::write(dir.path().join("tokenizer.json"), text).unwrap();
         assert_refused(TextTokenizer::load(dir.path()), "tokenizer.json: not a valid tokenizer");
     }
+    for (config, expected) in [
+        (r#"{"model_max_length": Infinity}"#, "NaN and Infinity are not JSON, write null in their"),
+        (
+            r#"{"fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.json"]}"#,
+            "tokenizer_config.json: fast_tokenizer_files: transformers reads \"tokenizer.4.0.json\" instead",
+        ),
+        (
+            r#"{"fast_tokenizer_files": ["tokenizer.json"]}"#,
+            "tokenizer.json: not a valid tokenizer",
+        ),
+    ] {
+        fs::write(dir.path().join("tokenizer_config.json"), config).unwrap();
+        for path in [dir.path(), &dir.path().join("tokenizer.json")] {
+            assert_refused(TextTokenizer::load(path), expected);
+        }
+    }
 }
 
 #[test]
@@ -88,19 +104,13 @@ fn a_class_of_transformers_that_builds_other_parts_is_named() {
         })
     };
     let bytes = |space: bool| json!({ "type": "ByteLevel", "add_prefix_space": space, "trim_offsets": true, "use_regex": true });
-    let first = || metaspace("first", false);
+    let (no_space, first) = (Some(("add_prefix_space", false)), || metaspace("first", false));
     for (class, setting, falls_back, split, expected) in [
         ("LlamaTokenizer", None, true, first(), ""),
         ("LlamaTokenizerFast", None, true, metaspace("first", true), "first,split=true); here"),
         ("LlamaTokenizer", Some(("legacy", true)), true, first(), "prepend_scheme=always"),
         ("CodeLlamaTokenizer", Some(("legacy", true)), true, first(), ""),
-        (
-            "LlamaTokenizer",
-            Some(("add_prefix_space", false)),
-            true,
-            first(),
-            "prepend_scheme=never",
-        ),
+        ("LlamaTokenizer", no_space, true, first(), "prepend_scheme=never"),
         ("LlamaTokenizer", None, false, first(), "and tokenizer.json has BPE, Metaspace("),
         ("LlamaTokenizer", None, false, bytes(false), ""),
         ("GPT2Tokenizer", None, false, bytes(false), ""),

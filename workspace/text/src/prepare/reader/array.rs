@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use super::chunk::{BadRecord, Chunk, Content, Document, Place, Record};
 use super::stream::Stream;
-use super::{BYTE_ORDER_MARK, Position, ReadOptions, Reader, utf8};
+use super::{BYTE_ORDER_MARK, Position, ReadOptions, Reader};
 use crate::prepare::fields::ELEMENT;
 use crate::prepare::{Error, Result};
 
@@ -191,12 +191,7 @@ pub(super) fn records<'a>(
     let mut slots = options.fields.slots();
     elements.iter().enumerate().map(move |(index, range)| {
         let place = Place::Row(start.record + index as u64 + 1);
-        let bad = |reason| BadRecord { place, reason };
-        if range.len() > options.max_record_bytes {
-            return Err(bad(options.too_long("element")));
-        }
-        let element = utf8(&bytes[range.clone()])
-            .map_err(|at| bad(format!("not UTF-8 at byte {at} of the element")))?;
+        let element = options.text(&bytes[range.clone()], "element", place)?;
         Document::new(options.fields.of_json(element, ELEMENT, &mut slots), place, options)
     })
 }

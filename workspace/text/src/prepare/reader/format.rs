@@ -7,7 +7,6 @@ use crate::prepare::decode::Compression;
 use crate::prepare::fields::list_of_records;
 use crate::prepare::names::is_standard_input;
 use crate::prepare::{Error, Result};
-use crate::template::{GIT_LFS, IS_POINTER};
 
 /// The format of an input, as `--format` names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -76,8 +75,8 @@ fn table(start: &[u8]) -> Option<Format> {
 
 /// The format of an input that is no table, or why it is none of text.
 fn of_text(path: &Path, start: &[u8]) -> Result<Format, String> {
-    if start.starts_with(GIT_LFS) {
-        return Err(IS_POINTER.to_owned());
+    if start.starts_with(moh_files::GIT_LFS) {
+        return Err(moh_files::IS_POINTER.to_owned());
     }
     let start = start.strip_prefix(BYTE_ORDER_MARK).unwrap_or(start);
     let mut tokens = start.iter().filter(|byte| !byte.is_ascii_whitespace());

@@ -2,7 +2,7 @@
 
 use super::chunk::{BadRecord, Chunk, Content, Document, Place, Record};
 use super::stream::Stream;
-use super::{Position, ReadOptions, Reader, utf8};
+use super::{Position, ReadOptions, Reader};
 use crate::prepare::Result;
 use crate::prepare::fields::{LINE, Slots};
 
@@ -95,13 +95,9 @@ fn record<'a>(
     slots: &mut Slots<'a>,
 ) -> Option<Record<'a>> {
     let place = Place::Line(number);
-    let bad = |reason| Some(Err(BadRecord { place, reason }));
-    if line.len() > options.max_record_bytes {
-        return bad(options.too_long("line"));
-    }
-    let mut line = match utf8(line) {
+    let mut line = match options.text(line, "line", place) {
         Ok(line) => line,
-        Err(at) => return bad(format!("not UTF-8 at byte {at} of the line")),
+        Err(bad) => return Some(Err(bad)),
     };
     if number == 1 {
         line = line.strip_prefix('\u{feff}').unwrap_or(line);

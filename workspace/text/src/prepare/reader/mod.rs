@@ -64,6 +64,18 @@ impl ReadOptions {
         (2 * bytes).min(self.max_record_bytes + 1)
     }
 
+    /// The text in the bytes of a record, a `noun`.
+    fn text<'a>(&self, bytes: &'a [u8], noun: &str, place: Place) -> Result<&'a str, BadRecord> {
+        let bad = |reason| BadRecord { place, reason };
+        if bytes.len() > self.max_record_bytes {
+            return Err(bad(self.too_long(noun)));
+        }
+        // Several times as fast as the standard library, but for texts of ASCII alone; it does not say where.
+        let text = simdutf8::basic::from_utf8(bytes).or_else(|_| std::str::from_utf8(bytes));
+        let reason = |at| format!("not UTF-8 at byte {at} of the {noun}");
+        text.map_err(|fault| bad(reason(fault.valid_up_to())))
+    }
+
     /// Why a record is not read.
     fn too_long(&self, noun: &str) -> String {
         let megabytes = self.max_record_bytes as f64 / 1e6;
@@ -85,13 +97,6 @@ pub(crate) trait Reader: Send {
     /// The next chunk; `None` at the end. Fails if the input cannot be read any further. A record that is no document
     /// is an error of [`Chunk::documents`] instead.
     fn next_chunk(&mut self) -> Result<Option<Chunk>>;
-}
-
-/// The text in a record's bytes. Fails with the number of bytes before the first that is not UTF-8.
-fn utf8(bytes: &[u8]) -> Result<&str, usize> {
-    // Several times as fast as the standard library, but for texts of ASCII alone; it does not say where.
-    simdutf8::basic::from_utf8(bytes)
-        .or_else(|_| std::str::from_utf8(bytes).map_err(|fault| fault.valid_up_to()))
 }
 
 /// Reads the documents of `path` as preparation does, with one thread, for tests with hostile

@@ -2,7 +2,7 @@
 
 use super::chunk::{BadRecord, Chunk, Content, Document, Place, Record};
 use super::stream::Stream;
-use super::{BYTE_ORDER_MARK, Position, ReadOptions, Reader, utf8};
+use super::{BYTE_ORDER_MARK, Position, ReadOptions, Reader};
 use crate::prepare::Result;
 
 /// Cuts an input after blank lines.
@@ -127,13 +127,7 @@ pub(super) fn records<'a>(
     let first = start.record;
     paragraphs(bytes).enumerate().map(move |(index, paragraph)| {
         let place = Place::Row(first + index as u64 + 1);
-        if paragraph.len() > options.max_record_bytes {
-            return Err(BadRecord { place, reason: options.too_long("paragraph") });
-        }
-        let text = utf8(paragraph).map_err(|at| {
-            let reason = format!("not UTF-8 at byte {at} of the paragraph");
-            BadRecord { place, reason }
-        })?;
+        let text = options.text(paragraph, "paragraph", place)?;
         Ok(Document { text: text.trim_end_matches(['\r', '\n']).into(), place })
     })
 }

@@ -4,11 +4,8 @@ use std::borrow::Cow;
 use std::fmt::Display;
 
 use arrow_array::cast::AsArray;
-use arrow_array::types::{
-    Float32Type, Float64Type, Int8Type, Int16Type, Int32Type, Int64Type, UInt8Type, UInt16Type,
-    UInt32Type, UInt64Type,
-};
-use arrow_array::{Array, ArrayAccessor, RecordBatch, StructArray};
+use arrow_array::types::{Float32Type, Float64Type};
+use arrow_array::{Array, ArrayAccessor, RecordBatch, StructArray, downcast_integer_array};
 use arrow_schema::DataType;
 
 use super::nested::Nested;
@@ -48,7 +45,8 @@ impl<'a> Cells<'a> {
     }
 
     pub(super) fn of(column: &'a dyn Array) -> Self {
-        let values = match column.data_type() {
+        let values = downcast_integer_array!(
+            column => scalars(column),
             DataType::Null => Values::Text(Box::new(|_| Value::Null)),
             DataType::Utf8 => texts(column.as_string::<i32>()),
             DataType::LargeUtf8 => texts(column.as_string::<i64>()),
@@ -70,16 +68,8 @@ impl<'a> Cells<'a> {
             DataType::Boolean => scalars(column.as_boolean()),
             DataType::Float32 => floats(column.as_primitive::<Float32Type>()),
             DataType::Float64 => floats(column.as_primitive::<Float64Type>()),
-            DataType::Int8 => scalars(column.as_primitive::<Int8Type>()),
-            DataType::Int16 => scalars(column.as_primitive::<Int16Type>()),
-            DataType::Int32 => scalars(column.as_primitive::<Int32Type>()),
-            DataType::Int64 => scalars(column.as_primitive::<Int64Type>()),
-            DataType::UInt8 => scalars(column.as_primitive::<UInt8Type>()),
-            DataType::UInt16 => scalars(column.as_primitive::<UInt16Type>()),
-            DataType::UInt32 => scalars(column.as_primitive::<UInt32Type>()),
-            DataType::UInt64 => scalars(column.as_primitive::<UInt64Type>()),
             _ => Nested::of(column).map_or(Values::Other, Values::Nested),
-        };
+        );
         Self { columns: vec![column], values }
     }
 
