@@ -7,8 +7,8 @@ use std::time::SystemTime;
 use moh_files::TEMPORARY;
 
 use super::MANIFEST_HASH;
-use super::stored::read_state;
-use crate::{Result, RunDirectory, RunState};
+use super::stored::read_manifest;
+use crate::{Error, Result, RunDirectory, RunState};
 use moh_files::unless_missing;
 
 /// Prefix of the names of checkpoints whose bytes are wrong.
@@ -63,7 +63,7 @@ pub fn list(run: &RunDirectory) -> Result<Vec<ListedCheckpoint>> {
         found.push(ListedCheckpoint {
             step,
             condition,
-            state: read_state(&path, step),
+            state: read_manifest(&path, step).map(|found| found.state).map_err(Error::from),
             bytes: entries(&path)?
                 .iter()
                 .filter_map(|file| Some(file.metadata().ok()?.len()))
@@ -78,13 +78,10 @@ pub fn list(run: &RunDirectory) -> Result<Vec<ListedCheckpoint>> {
 
 /// What a name in the directory of checkpoints says.
 fn condition(name: &str) -> Option<(Condition, u64)> {
-    let step = |text: &str| {
-        let digits = text.split('-').next()?;
-        digits.parse::<u64>().ok().filter(|step| step.to_string() == digits)
-    };
-    if let Some(rest) = name.strip_prefix("step-") {
-        return Some((Condition::Complete, step(rest).filter(|step| rest == step.to_string())?));
+    if let Some(step) = complete_step(name) {
+        return Some((Condition::Complete, step));
     }
+    let step = |text: &str| exact_number(text.split('-').next()?);
     for (prefix, condition) in [(DAMAGED, Condition::Damaged), (ASIDE, Condition::MovedAside)] {
         if let Some(rest) = name.strip_prefix(prefix) {
             return Some((condition, step(rest)?));
@@ -94,13 +91,33 @@ fn condition(name: &str) -> Option<(Condition, u64)> {
     Some((Condition::Unfinished, step(rest)?))
 }
 
-fn entries(directory: &Path) -> Result<Vec<PathBuf>> {
+/// The step of a complete checkpoint with this name.
+pub(crate) fn complete_step(name: &str) -> Option<u64> {
+    exact_number(name.strip_prefix("step-")?)
+}
+
+/// The number that is written so: no sign, no leading zero.
+pub(crate) fn exact_number(text: &str) -> Option<u64> {
+    text.parse().ok().filter(|number: &u64| number.to_string() == text)
+}
+
+/// The paths in a directory; none if it does not exist.
+pub(crate) fn entries(directory: &Path) -> Result<Vec<PathBuf>> {
     let entries = unless_missing(directory, fs::read_dir(directory))?;
     entries
         .into_iter()
         .flatten()
         .map(|entry| Ok(entry.map_err(moh_files::io(directory))?.path()))
         .collect()
+}
+
+/// The names in a directory, sorted; none if it does not exist.
+pub(crate) fn names(directory: &Path) -> Result<Vec<String>> {
+    let paths = entries(directory)?.into_iter();
+    let name = |path: PathBuf| Some(path.file_name()?.to_string_lossy().into_owned());
+    let mut names: Vec<String> = paths.filter_map(name).collect();
+    names.sort();
+    Ok(names)
 }
 
 #[cfg(test)]

@@ -5,9 +5,8 @@ use std::fs;
 use moh_files::TEMPORARY;
 use moh_recipe::CheckpointOptions;
 
-use crate::listing::is_unfinished_checkpoint;
+use crate::listing::{entries, is_unfinished_checkpoint};
 use crate::{Result, RunDirectory, alone, newest_good};
-use moh_files::unless_missing;
 
 /// Removes the checkpoints that `retention` does not keep, and leftovers of earlier processes.
 pub fn prune(run: &RunDirectory, retention: &CheckpointOptions) -> Result<()> {
@@ -42,9 +41,7 @@ pub fn remove(run: &RunDirectory, steps: &[u64]) -> Result<()> {
         let doomed = all.join(format!("{TEMPORARY}removed-step-{step}"));
         fs::rename(run.checkpoint(step), &doomed).map_err(moh_files::io(&doomed))?;
     }
-    let entries = unless_missing(&all, fs::read_dir(&all))?;
-    for entry in entries.into_iter().flatten() {
-        let path = entry.map_err(moh_files::io(&all))?.path();
+    for path in entries(&all)? {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         if is_unfinished_checkpoint(&name) {
             fs::remove_dir_all(&path).map_err(moh_files::io(&path))?;

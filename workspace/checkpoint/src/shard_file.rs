@@ -94,7 +94,11 @@ pub(super) fn write<T: Element, M: Element>(
     let mut order: Vec<usize> = (0..tensors.len()).collect();
     order.sort_by(|&a, &b| tensors[a].segment.name.cmp(&tensors[b].segment.name));
     let mut file = File::create_new(path)?;
-    file.write_all(&header(order.iter().map(|&index| &tensors[index]), dtype)?)?;
+    let of_file = |&index: &usize| {
+        let tensor = &tensors[index];
+        (tensor.segment.name.clone(), dtype, tensor.stored_shape())
+    };
+    file.write_all(&safetensors_header(None, order.iter().map(of_file))?)?;
     let mut hashes = vec![blake3::Hash::from_bytes([0; blake3::OUT_LEN]); tensors.len()];
     for index in order {
         let mut hasher = blake3::Hasher::new();
@@ -110,13 +114,6 @@ pub(super) fn write<T: Element, M: Element>(
     }
     file.sync_all()?;
     Ok(WrittenFile { dtype, hashes })
-}
-
-/// The length of the header and the header of a file with these tensors.
-fn header<'a>(tensors: impl Iterator<Item = &'a ShardTensor>, dtype: DType) -> io::Result<Vec<u8>> {
-    let of_file =
-        |tensor: &ShardTensor| (tensor.segment.name.clone(), dtype, tensor.stored_shape());
-    safetensors_header(None, tensors.map(of_file))
 }
 
 /// Consecutive ranges of at most `len` elements.

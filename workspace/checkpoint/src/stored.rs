@@ -12,7 +12,7 @@ use moh_model::parameters::Shard;
 use moh_model::slice::{Slice, common};
 use moh_step::TensorKind;
 
-use super::manifest::{FORMAT, Manifest, PartFile, RunState};
+use super::manifest::{FORMAT, Manifest, PartFile};
 use super::part::{RankPart, TensorEntry};
 use super::read_error::ReadError;
 use super::tensor_file::OpenFiles;
@@ -131,9 +131,7 @@ impl StoredCheckpoint {
             let part = self.part(index)?;
             for entry in part.tensors.iter().skip(share.rank).step_by(share.size) {
                 for kind in TensorKind::ALL {
-                    let file = part.file(kind);
-                    let path = self.directory.join(&file.file);
-                    self.files.check(&path, file, entry, &entry.blake3[kind as usize])?;
+                    self.files.bytes(&self.directory, part, kind, entry)?;
                 }
             }
         }
@@ -177,9 +175,7 @@ impl StoredCheckpoint {
                 if common.is_empty() {
                     continue;
                 }
-                let file = part.file(kind);
-                let path = self.directory.join(&file.file);
-                let values = self.files.read(&path, file, entry, &entry.blake3[kind as usize])?;
+                let values = self.files.read(&self.directory, part, kind, entry)?;
                 for elements in common {
                     let from = &values[elements.theirs - start..][..elements.len];
                     out[elements.ours - range.start..][..elements.len].copy_from_slice(from);
@@ -238,11 +234,7 @@ struct Version {
     format: u32,
 }
 
-pub(super) fn read_state(directory: &Path, step: u64) -> Result<RunState> {
-    Ok(read_manifest(directory, step)?.state)
-}
-
-fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, ReadError> {
+pub(super) fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, ReadError> {
     let path = directory.join(MANIFEST);
     let text = read_text(&path)?;
     let hash_path = directory.join(MANIFEST_HASH);

@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use half::bf16;
+use moh_step::TensorKind;
 use safetensors::tensor::{Dtype, Metadata};
 
 use super::MAX_TEXT_BYTES;
-use crate::{ReadError, TensorEntry, TensorFile};
+use crate::{RankPart, ReadError, TensorEntry, TensorFile};
 
 /// Files that are open at a time: those of a few ranks.
 const MAX_OPEN: usize = 48;
@@ -32,16 +33,17 @@ struct OpenFile {
 }
 
 impl OpenFiles {
-    /// Reads a shard in the file `path` as f32 and checks its hash, which is `blake3`.
+    /// Reads the elements of a kind of a shard in `directory` as f32, and checks their hash.
     pub(super) fn read(
         &self,
-        path: &Path,
-        described: &TensorFile,
+        directory: &Path,
+        part: &RankPart,
+        kind: TensorKind,
         entry: &TensorEntry,
-        blake3: &str,
     ) -> Result<Vec<f32>, ReadError> {
-        let (dtype, bytes) = self.open(path)?.bytes(described, entry, blake3)?;
-        let refuse = |reason: String| ReadError::unusable(path, reason);
+        let (dtype, bytes) = self.bytes(directory, part, kind, entry)?;
+        let path = directory.join(&part.file(kind).file);
+        let refuse = |reason: String| ReadError::unusable(&path, reason);
         let values = to_f32(dtype, &bytes)
             .ok_or_else(|| refuse(format!("{} is {dtype:?}, expected F32 or BF16", entry.name)))?;
         // `bytes` has checked the file's shape, but not its length.
@@ -51,14 +53,16 @@ impl OpenFiles {
         }
     }
 
-    pub(super) fn check(
+    /// The type of these elements and their bytes, which have their hash.
+    pub(super) fn bytes(
         &self,
-        path: &Path,
-        described: &TensorFile,
+        directory: &Path,
+        part: &RankPart,
+        kind: TensorKind,
         entry: &TensorEntry,
-        blake3: &str,
-    ) -> Result<(), ReadError> {
-        self.open(path)?.bytes(described, entry, blake3).map(|_| ())
+    ) -> Result<(Dtype, Vec<u8>), ReadError> {
+        let TensorFile { file, dtype } = part.file(kind);
+        self.open(&directory.join(file))?.bytes(dtype, entry, &entry.blake3[kind as usize])
     }
 
     fn open(&self, path: &Path) -> Result<Arc<OpenFile>, ReadError> {
@@ -98,10 +102,10 @@ impl OpenFile {
         Ok(OpenFile { path: path.to_owned(), file, metadata, start, data_len: length - start })
     }
 
-    /// A shard's dtype and bytes, which have the hash `blake3`.
+    /// A shard's dtype, which is `described`, and bytes, which have the hash `blake3`.
     fn bytes(
         &self,
-        described: &TensorFile,
+        described: &str,
         entry: &TensorEntry,
         blake3: &str,
     ) -> Result<(Dtype, Vec<u8>), ReadError> {
@@ -111,10 +115,10 @@ impl OpenFile {
         };
         let dtype = format!("{:?}", info.dtype);
         let shape = entry.stored_shape();
-        if dtype != described.dtype || shape.as_ref() != Some(&info.shape) {
+        if dtype != described || shape.as_ref() != Some(&info.shape) {
             return Err(refuse(format!(
-                "{} is {dtype} {:?}, but the manifest says {} {shape:?}",
-                entry.name, info.shape, described.dtype
+                "{} is {dtype} {:?}, but the manifest says {described} {shape:?}",
+                entry.name, info.shape
             )));
         }
         let (from, to) = info.data_offsets;

@@ -92,21 +92,18 @@ fn check_finite<T: Element, M: Element>(
 /// The entry of a tensor, which lacks the hashes.
 fn entry(tensor: &ShardTensor) -> TensorEntry {
     let segment = &tensor.segment;
+    let bounds =
+        |ranges: &Vec<Range<usize>>| ranges.iter().map(|range| [range.start, range.end]).collect();
     TensorEntry {
         name: segment.name.clone(),
         shape: segment.shape().to_vec(),
         slice: match segment.slice.is_whole() {
             true => Vec::new(),
-            false => segment.slice.indices().iter().map(|ranges| bounds(ranges)).collect(),
+            false => segment.slice.indices().iter().map(bounds).collect(),
         },
         range: tensor.range,
         blake3: Default::default(),
     }
-}
-
-/// Start and end of each range.
-fn bounds(ranges: &[Range<usize>]) -> Vec<[usize; 2]> {
-    ranges.iter().map(|range| [range.start, range.end]).collect()
 }
 
 /// Writes the manifest of the parts of all ranks, and renames the directory.
@@ -129,24 +126,16 @@ pub fn publish(
         let path = folder.join(file);
         fs::metadata(&path).map_err(moh_files::io(&path))?;
     }
-    write_manifest(&folder, &Manifest::new(state, config, written))?;
+    let hash = write_text(&folder.join(MANIFEST), &Manifest::new(state, config, written))?;
+    let (path, line) = (folder.join(MANIFEST_HASH), format!("{hash}  {MANIFEST}\n"));
+    write_synced(&path, line.as_bytes()).map_err(moh_files::io(&path))?;
     Ok(pending.publish().map_err(moh_files::io(&place))?)
-}
-
-fn write_manifest(folder: &Path, manifest: &Manifest) -> Result<()> {
-    let hash = write_text(&folder.join(MANIFEST), manifest)?;
-    let path = folder.join(MANIFEST_HASH);
-    Ok(write_synced(&path, format!("{hash}  {MANIFEST}\n").as_bytes())
-        .map_err(moh_files::io(&path))?)
 }
 
 /// Writes a value as JSON that a reader takes; returns the hash of the text.
 fn write_text(path: &Path, value: &impl Serialize) -> Result<blake3::Hash> {
     let io = moh_files::io(path);
-    let text = match serde_json::to_vec(value) {
-        Ok(text) => text,
-        Err(error) => return Err(io(error.into()).into()),
-    };
+    let text = serde_json::to_vec(value).map_err(|error| io(error.into()))?;
     if text.len() as u64 > MAX_TEXT_BYTES {
         let reason = format!("{} bytes, but a manifest has at most {MAX_TEXT_BYTES}", text.len());
         return Err(Error::from(moh_files::unusable(path, reason)));

@@ -259,7 +259,8 @@ fn refuse(fine: bool, key: &str, value: impl Display, reason: String) -> Option<
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
+    use moh_testkit::assert_refused;
     use proptest::prelude::*;
 
     use super::*;
@@ -268,11 +269,18 @@ mod tests {
         include_str!("../../../recipes/hardware/h100-sxm.toml").to_string()
     }
 
+    fn parse(text: &str) -> Result<Hardware, Error> {
+        Hardware::parse(text, Path::new("h.toml"))
+    }
+
+    pub(crate) fn h100() -> Hardware {
+        parse(&profile()).unwrap()
+    }
+
     fn refused(old: &str, new: &str) -> String {
         let text = profile();
         assert!(text.contains(old), "{old}");
-        let text = text.replacen(old, new, 1);
-        Hardware::parse(&text, Path::new("h.toml")).unwrap_err().to_string()
+        parse(&text.replacen(old, new, 1)).unwrap_err().to_string()
     }
 
     #[test]
@@ -319,7 +327,7 @@ mod tests {
     fn a_rate_says_how_it_is_known() {
         let basis = |rate: &str| {
             let text = profile().replace("{ value = 675, basis = \"assumed\" }", rate);
-            let hardware = Hardware::parse(&text, Path::new("h.toml"))?;
+            let hardware = parse(&text)?;
             assert_eq!(hardware.device.matmul_bf16_tflops.value, 600.0);
             Ok::<Basis, Error>(hardware.device.matmul_bf16_tflops.basis)
         };
@@ -350,7 +358,7 @@ mod tests {
 
     #[test]
     fn a_checkpoint_is_hashed_by_ranks_and_written_by_nodes() {
-        let mut hardware = Hardware::parse(&profile(), Path::new("h.toml")).unwrap();
+        let mut hardware = h100();
         assert_eq!(hardware.checkpoint_seconds(80, 16), None);
         let rate = |value| Some(Rate { value, basis: Basis::Measured });
         hardware.node.filesystem_write_gb_per_s = rate(2.0);
@@ -364,7 +372,7 @@ mod tests {
     fn all_faults_of_a_profile_come_at_once() {
         let text = profile().replace("reserved_bytes", "reserved").replace("latency_us = ", "# ");
         let text = text.replace("value = 0.9", "value = 1.9") + "more = 1\n";
-        let message = Hardware::parse(&text, Path::new("h.toml")).unwrap_err().to_string();
+        let message = parse(&text).unwrap_err().to_string();
         for expected in [
             "device.reserved: unknown key, did you mean device.reserved_bytes",
             "network.latency_us: missing",
@@ -407,19 +415,18 @@ mod tests {
     fn files_that_are_no_profiles_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("h.toml");
-        let message = |path: &Path| Hardware::load(path).unwrap_err().to_string();
-        assert!(message(&path).contains("h.toml: No such file"));
+        assert_refused(Hardware::load(&path), "h.toml: No such file");
         std::fs::write(&path, b"\xff\xfe").unwrap();
-        assert!(message(&path).contains("not text in UTF-8"));
+        assert_refused(Hardware::load(&path), "not text in UTF-8");
         std::fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();
-        assert!(message(&path).contains("a profile has at most"));
+        assert_refused(Hardware::load(&path), "a profile has at most");
         std::fs::write(&path, "[".repeat(100_000)).unwrap();
-        assert!(message(&path).contains("line 1: "));
+        assert_refused(Hardware::load(&path), "line 1: ");
     }
 
     #[test]
     fn a_group_uses_the_links_of_all_its_members_in_a_node() {
-        let mut hardware = Hardware::parse(&profile(), Path::new("h.toml")).unwrap();
+        let mut hardware = h100();
         hardware.network.within_node_gb_per_s.value = 300.0;
         hardware.network.between_nodes_gb_per_s.value = 40.0;
         // 8 in a node; 64 ranks side by side, 4 apart (two in each node), 8 apart.
@@ -436,7 +443,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_text_is_read_or_refused(text in "\\PC*") {
-            let _ = Hardware::parse(&text, Path::new("h.toml"));
+            let _ = parse(&text);
         }
     }
 }

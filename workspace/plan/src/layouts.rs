@@ -156,15 +156,9 @@ fn serves(work: &Work) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
+    use crate::hardware::tests::h100;
     use crate::tests::{llama3_8b, small};
-
-    fn h100() -> Hardware {
-        let text = include_str!("../../../recipes/hardware/h100-sxm.toml");
-        Hardware::parse(text, Path::new("h100-sxm.toml")).unwrap()
-    }
 
     #[test]
     fn the_8b_recipe_gets_layouts_that_fit_and_use_the_machine() {

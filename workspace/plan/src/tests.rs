@@ -17,10 +17,14 @@ fn read(text: &str, overrides: &[&str]) -> (Recipe, ModelConfig) {
     (recipe, model)
 }
 
-pub(crate) fn small(overrides: &[&str]) -> (Recipe, ModelConfig) {
-    let (recipe, model) = read(SMALL_RECIPE, overrides);
+fn grown(text: &str, overrides: &[&str]) -> (Recipe, ModelConfig) {
+    let (recipe, model) = read(text, overrides);
     let grown = grow_vocabulary(&recipe, &model);
     (recipe, grown)
+}
+
+pub(crate) fn small(overrides: &[&str]) -> (Recipe, ModelConfig) {
+    grown(SMALL_RECIPE, overrides)
 }
 
 /// The recipe of the paper's run and its model, the vocabulary grown.
@@ -28,10 +32,7 @@ pub(crate) fn llama3_8b(overrides: &[&str]) -> (Recipe, ModelConfig) {
     let config = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/llama3-8b/config.json");
     let config = format!("model.config={config}");
     let overrides: Vec<&str> = [config.as_str()].into_iter().chain(overrides.to_vec()).collect();
-    let text = include_str!("../../../recipes/moh-llama3-8b.toml");
-    let (recipe, model) = read(text, &overrides);
-    let grown = grow_vocabulary(&recipe, &model);
-    (recipe, grown)
+    grown(include_str!("../../../recipes/moh-llama3-8b.toml"), &overrides)
 }
 
 /// Bytes of weights and the optimiser's state.
@@ -209,7 +210,6 @@ fn a_stage_goes_ahead_by_those_after_it() {
         let layout = Layout { tensor: 1, data, pipeline: 8, virtual_stages };
         let in_flight = |pipeline| {
             let place = Coordinates { tensor: 0, data: 0, pipeline };
-
             RankMemory::of_rank(&recipe, &recipe.stages[1], &model, layout, place)
                 .unwrap()
                 .in_flight

@@ -47,12 +47,10 @@ impl StepTime {
         let ranks = 0..work.layout.pipeline;
         let passes: Vec<PassTime> =
             ranks.clone().map(|rank| PassTime::new(work, hardware, rank)).collect();
-        let mut busiest = PassTime::default();
-        for pass in &passes {
-            if pass.total() > busiest.total() {
-                busiest = *pass;
-            }
-        }
+        let busier = |most: PassTime, next: &PassTime| {
+            if next.total() > most.total() { *next } else { most }
+        };
+        let busiest = passes.iter().fold(PassTime::default(), busier);
         let all: f64 = passes.iter().map(PassTime::total).sum();
         let largest = |seconds: &dyn Fn(usize, &PassTime) -> f64| {
             let each = ranks.clone().zip(&passes).map(|(rank, pass)| seconds(rank, pass));
@@ -104,11 +102,10 @@ fn compute(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
         Recompute::None | Recompute::Norms => 0.0,
     };
     let per_token = PerToken::new(work, rank);
-    let block = per_token.linear * (3.0 + again) / matmul
+    let mut block = per_token.linear * (3.0 + again) / matmul
         + per_token.attention * (3.5 + again) / attention
         + per_token.block_bytes / memory;
-    let head = per_token.head * 3.0 / matmul + per_token.head_bytes / memory;
-    let (mut block, mut head) = (block, head);
+    let mut head = per_token.head * 3.0 / matmul + per_token.head_bytes / memory;
     if work.teacher.is_some() {
         // Forward; its logits are written, and read by the loss and by the gradients.
         block += per_token.linear / matmul
@@ -151,7 +148,7 @@ impl PerToken {
             teacher_attention: work.teacher.as_ref().map_or(0.0, |model| attention(active(model))),
             head: 2.0 * work.elements.vocabulary as f64,
             block_bytes: moved(work),
-            head_bytes: 3.0 * 4.0 * work.vocabulary() as f64,
+            head_bytes: 3.0 * 4.0 * work.share(model.vocab_size),
         }
     }
 }
@@ -167,16 +164,22 @@ fn moved_by_norms(work: &Work) -> f64 {
     2.0 * 2.0 * work.model.hidden_size as f64 / work.layout.tensor.max(1) as f64
 }
 
+/// A rank's widths of query heads, key (or value) heads and the MLP.
+fn widths(work: &Work) -> [f64; 3] {
+    let model = &work.model;
+    let widths = [model.query_width(), model.key_value_width(), model.intermediate_size];
+    widths.map(|width| work.share(width))
+}
+
 /// Numbers that norms, RoPE and SwiGLU of a block read and write per token in a forward pass.
 fn numbers_moved_forward(work: &Work) -> f64 {
-    let (q, kv) = (work.query_width() as f64, work.key_value_width() as f64);
-    moved_by_norms(work) + 2.0 * (q + kv) + 3.0 * work.mlp_width() as f64
+    let [q, kv, i] = widths(work);
+    moved_by_norms(work) + 2.0 * (q + kv) + 3.0 * i
 }
 
 /// Bytes that norms, RoPE and SwiGLU of a block read and write per token, forward and backward.
 fn moved(work: &Work) -> f64 {
-    let (q, kv) = (work.query_width() as f64, work.key_value_width() as f64);
-    let i = work.mlp_width() as f64;
+    let [q, kv, i] = widths(work);
     let (norms, forward) = (moved_by_norms(work), numbers_moved_forward(work));
     let backward = 2.0 * norms + 2.0 * (q + kv) + 2.0 * q + 6.0 * i;
     let again = match work.recipe.memory.recompute {
@@ -239,6 +242,13 @@ mod tests {
         StepTime::new(&Work::new(&recipe, &recipe.stages[stage], &model, layout).unwrap(), hardware)
     }
 
+    // Forward, of a token: a block of LLaMA-3-8B has 218,103,808 weights in matrices and the head 659,030,016; 4096.5
+    // keys on average, 32 heads of 128; c = 4096, q + kv = 5120, i = 14,336.
+    const LINEAR: f64 = 2.0 * (32.0 * 218_103_808.0 + 659_030_016.0);
+    const ATTENTION: f64 = 32.0 * 4.0 * 4096.5 * 4096.0;
+    /// Numbers that a block's norms, RoPE and SwiGLU move.
+    const MOVED: f64 = 4.0 * 4096.0 + 2.0 * 5120.0 + 3.0 * 14_336.0;
+
     #[track_caller]
     fn close(found: f64, expected: f64) {
         assert!((found / expected - 1.0).abs() < 1e-9, "{found} {expected}");
@@ -246,21 +256,16 @@ mod tests {
 
     #[test]
     fn compute_is_products_attention_and_what_is_moved() {
-        // A block of LLaMA-3-8B has 218,103,808 weights in matrices and the head 659,030,016; 4096.5
-        // keys on average, 32 heads of 128; c = 4096, q + kv = 5120, i = 14,336; 160,896 logits in f32
-        // moved three times.
-        let linear = 2.0 * (32.0 * 218_103_808.0 + 659_030_016.0);
-        let attention = 32.0 * 4.0 * 4096.5 * 4096.0;
-        let forward = 4.0 * 4096.0 + 2.0 * 5120.0 + 3.0 * 14_336.0;
+        // 160,896 logits in f32 are moved three times.
         let backward = 8.0 * 4096.0 + 2.0 * 5120.0 + 2.0 * 4096.0 + 6.0 * 14_336.0;
-        let moved = 2.0 * 32.0 * (forward + backward + 4.0 * 4096.0) + 12.0 * 160_896.0;
-        let token = 3.0 * linear / 1e14 + 3.5 * attention / 5e13 + moved / 1e12;
+        let moved = 2.0 * 32.0 * (MOVED + backward + 4.0 * 4096.0) + 12.0 * 160_896.0;
+        let token = 3.0 * LINEAR / 1e14 + 3.5 * ATTENTION / 5e13 + moved / 1e12;
         let alone = time(&[], 0, Layout::ALONE, &round());
         close(alone.compute, 16_777_216.0 * token);
         assert_eq!((alone.tensor, alone.sends, alone.bubble, alone.data), (0.0, 0.0, 0.0, 0.0));
         // 24 of 32 heads save a quarter of attention, whole blocks again cost one more forward.
         let moh = time(&[], 1, Layout::ALONE, &round());
-        close(alone.compute - moh.compute, 16_777_216.0 * 3.5 * 0.25 * attention / 5e13);
+        close(alone.compute - moh.compute, 16_777_216.0 * 3.5 * 0.25 * ATTENTION / 5e13);
         // Dense layers on the first rank of a pipeline, half of the heads on the second, which has the head
         // and so fewer blocks.
         let counts = |first: usize, second: usize| [vec![first; 18], vec![second; 14]].concat();
@@ -273,19 +278,16 @@ mod tests {
         assert_eq!([0, 1].map(|rank| mean(&work, rank, active)), [32.0, 16.0]);
         let again = time(&["memory.recompute=block"], 0, Layout::ALONE, &round());
         let more = 2.0 * 32.0 * 218_103_808.0 / 1e14
-            + attention / 5e13
-            + 2.0 * 32.0 * (forward - 4.0 * 4096.0) / 1e12;
+            + ATTENTION / 5e13
+            + 2.0 * 32.0 * (MOVED - 4.0 * 4096.0) / 1e12;
         close(again.compute - alone.compute, 16_777_216.0 * more);
     }
 
     #[test]
     fn a_teacher_passes_forward_beside_the_model() {
         let teacher = "stage.moh.distill={ teacher = \"another\" }";
-        let linear = 2.0 * (32.0 * 218_103_808.0 + 659_030_016.0);
-        let attention = 32.0 * 4.0 * 4096.5 * 4096.0;
-        let forward = 4.0 * 4096.0 + 2.0 * 5120.0 + 3.0 * 14_336.0;
         let token =
-            linear / 1e14 + attention / 5e13 + (2.0 * 32.0 * forward + 12.0 * 160_896.0) / 1e12;
+            LINEAR / 1e14 + ATTENTION / 5e13 + (2.0 * 32.0 * MOVED + 12.0 * 160_896.0) / 1e12;
         let times = |layout| [&[][..], &[teacher]].map(|set| time(set, 1, layout, &round()));
         let [alone, taught] = times(Layout::ALONE);
         close(taught.compute - alone.compute, 16_777_216.0 * token);

@@ -195,28 +195,9 @@ impl<'a> Work<'a> {
         self.micro_batches().div_ceil(self.layout.data as u64)
     }
 
-    fn tensor(&self) -> u128 {
-        self.layout.tensor.max(1) as u128
-    }
-
-    /// Width of a rank's query heads.
-    pub fn query_width(&self) -> u128 {
-        (self.model.query_width() as u128).div_ceil(self.tensor())
-    }
-
-    /// Width of a rank's key (or value) heads.
-    pub fn key_value_width(&self) -> u128 {
-        (self.model.key_value_width() as u128).div_ceil(self.tensor())
-    }
-
-    /// A rank's columns of the MLP.
-    pub fn mlp_width(&self) -> u128 {
-        (self.model.intermediate_size as u128).div_ceil(self.tensor())
-    }
-
-    /// A rank's rows of the vocabulary.
-    pub fn vocabulary(&self) -> u128 {
-        (self.model.vocab_size as u128).div_ceil(self.tensor())
+    /// A rank's share of a width of the model that tensor ranks divide.
+    pub fn share(&self, width: usize) -> f64 {
+        width.div_ceil(self.layout.tensor.max(1)) as f64
     }
 
     /// Elements of all tensors of rank `rank` of the pipeline, with each flat buffer padded to a

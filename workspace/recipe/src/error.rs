@@ -1,6 +1,5 @@
 //! The errors of this crate.
 
-use std::fmt;
 use std::path::Path;
 
 use crate::KeyFault;
@@ -12,7 +11,7 @@ pub enum Error {
     #[error(transparent)]
     File(#[from] moh_files::FileError),
     /// A recipe or an override is invalid: one line for each fault.
-    #[error("{}", lines(faults))]
+    #[error("{}", faults.iter().map(KeyFault::to_string).collect::<Vec<_>>().join("\n"))]
     Recipe {
         /// All faults; never empty.
         faults: Vec<KeyFault>,
@@ -30,9 +29,4 @@ impl Error {
             faults: vec![KeyFault { origin, key: key.to_owned(), value: None, reason }],
         }
     }
-}
-
-fn lines<T: fmt::Display>(items: &[T]) -> String {
-    let lines: Vec<String> = items.iter().map(T::to_string).collect();
-    lines.join("\n")
 }

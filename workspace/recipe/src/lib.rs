@@ -279,27 +279,25 @@ impl Recipe {
 
     /// Loads a recipe from `text`; messages name it `path`.
     pub fn parse(text: &str, path: &Path, overrides: &[String]) -> Result<Self, Error> {
-        let table = reader::parse_table(text).map_err(|reason| Error::at_key(path, "", reason))?;
-        Self::from_table(table, text, path, overrides)
+        Self::from_text(text, path, overrides, false)
     }
 
     /// As [`Recipe::parse`], of the resolved recipe of a run.
     pub fn parse_stored(text: &str, path: &Path, overrides: &[String]) -> Result<Self, Error> {
-        let mut table =
-            reader::parse_table(text).map_err(|reason| Error::at_key(path, "", reason))?;
-        if let Some(Value::Table(guard)) = table.get_mut("guard") {
-            guard.remove("rewind");
-        }
-        Self::from_table(table, text, path, overrides)
+        Self::from_text(text, path, overrides, true)
     }
 
-    /// Loads a recipe from the table of `text`.
-    fn from_table(
-        table: toml::Table,
+    fn from_text(
         text: &str,
         path: &Path,
         overrides: &[String],
+        is_stored: bool,
     ) -> Result<Self, Error> {
+        let mut table =
+            reader::parse_table(text).map_err(|reason| Error::at_key(path, "", reason))?;
+        if let Some(Value::Table(guard)) = table.get_mut("guard").filter(|_| is_stored) {
+            guard.remove("rewind");
+        }
         let mut value = Value::Table(table);
         let mut origins = Origins::new(path, Lines::new(text));
         let refused = match overrides {

@@ -120,7 +120,7 @@ impl Recipe {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tests::{SMALL_RECIPE, parse, with};
+    use crate::tests::{SMALL_RECIPE, parse, refuses, refuses_text, with};
 
     const OWN: &str = "learning_rate = { max = 2e-5, min = 1e-6, warmup_steps = 2 }\n[stage.data]\n\
                        sequence_length = 64\norder = \"sequential\"\n[[stage.data.sources]]\n\
@@ -192,17 +192,13 @@ mod tests {
             ("\"data/c\"", "\"data/c\"\nweight = 2", 5, "sources.0.weight = 2: must be 1 with"),
         ] {
             let text = own().replace(right, wrong);
-            let error = parse(&text, &[]).unwrap_err().to_string();
             let place = format!("line {}: stage.moh.data.{expected}", first + offset);
-            assert!(error.contains(&place), "{wrong}: {place}: {error}");
+            refuses_text(&text, &[], &place);
         }
         let text = own().replace("length = 64", "length = 128");
-        let error =
-            parse(&text, &["model.new.max_position_embeddings=100", "stage.moh.batch_tokens=256"])
-                .unwrap_err()
-                .to_string();
         let place = format!("line {}: stage.moh.data.sequence_length = 128: the model", first + 1);
-        assert!(error.contains(&place), "{error}");
+        let short = ["model.new.max_position_embeddings=100", "stage.moh.batch_tokens=256"];
+        let error = refuses_text(&text, &short, &place);
         assert!(error.lines().count() == 1, "{error}");
     }
 
@@ -223,14 +219,10 @@ mod tests {
             ),
             ("data.validation.path=a", "data.validation: unknown key"),
         ] {
-            let error =
-                parse(SMALL_RECIPE, &[&format!("stage.moh.{key}")]).unwrap_err().to_string();
-            assert!(error.contains(&format!("stage.moh.{expected}")), "{key}: {error}");
+            refuses(&[&format!("stage.moh.{key}")], &format!("stage.moh.{expected}"));
         }
         let weighted = "data.sources=[{path=\"a\", weight=2}]";
-        let error =
-            parse(SMALL_RECIPE, &[weighted, "stage.moh.data.order=sequential"]).unwrap_err();
         let expected = "--set: stage.moh.data.order = \"sequential\": reads each file once, but";
-        assert!(error.to_string().contains(expected), "{error}");
+        refuses(&[weighted, "stage.moh.data.order=sequential"], expected);
     }
 }

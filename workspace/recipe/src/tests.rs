@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use moh_model::{HeadCounts, MohConfig, RouterKind, SharedHeadSets};
 use moh_step::Hyperparameters;
-pub(super) use moh_testkit::SMALL_RECIPE;
+pub(super) use moh_testkit::{SMALL_RECIPE, assert_refused};
 use proptest::prelude::*;
 
 use super::*;
@@ -30,7 +30,13 @@ pub(super) fn refused(text: &str, overrides: &[&str]) -> String {
 /// [`SMALL_RECIPE`] with `overrides` is refused with a message that has `expected`, which is returned.
 #[track_caller]
 pub(super) fn refuses(overrides: &[&str], expected: &str) -> String {
-    let message = refused(SMALL_RECIPE, overrides);
+    refuses_text(SMALL_RECIPE, overrides, expected)
+}
+
+/// The same of the recipe `text`.
+#[track_caller]
+pub(super) fn refuses_text(text: &str, overrides: &[&str], expected: &str) -> String {
+    let message = refused(text, overrides);
     assert!(message.contains(expected), "{expected}: {message}");
     message
 }
@@ -121,8 +127,8 @@ fn routing_is_resolved_against_the_models_heads() {
     assert_eq!(moh, model.moh);
     assert_eq!(with(&[]).stages[1].moh_config(&model).unwrap(), model.moh);
     let other = with(&["stage.moh.moh.router=\"query-norm\""]);
-    let message = other.stages[1].moh_config(&model).unwrap_err().to_string();
-    assert!(message.contains("is in the model, and not used with this attention"), "{message}");
+    let unused = "is in the model, and not used with this attention";
+    assert_refused(other.stages[1].moh_config(&model), unused);
     assert!(two_stage.stages[0].moh_config(&model).is_err());
     model = before;
 
@@ -319,7 +325,7 @@ fn a_text_needs_no_quotes_whatever_it_looks_like() {
     assert_eq!(with(&["run.dir=\"2024\""]).run.dir, PathBuf::from("2024"));
     assert_eq!(with(&["run.dir='a b'"]).run.dir, PathBuf::from("a b"));
     let text = edited("dir = \"runs/small\"", "dir = 2024");
-    assert!(refused(&text, &[]).contains("run.dir: must be a text in quotes, not 2024"));
+    refuses_text(&text, &[], "run.dir: must be a text in quotes, not 2024");
 }
 
 #[test]

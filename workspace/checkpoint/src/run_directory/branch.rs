@@ -10,14 +10,13 @@ use std::path::Path;
 use moh_files::PendingDirectory;
 use moh_recipe::Recipe;
 
+use crate::listing::entries;
 use crate::{Result, RunDirectory};
 use moh_files::unless_missing;
 
 /// Whether the directory of `run` is absent or empty.
 pub fn is_free(run: &RunDirectory) -> Result<bool> {
-    let root = run.root();
-    let entries = unless_missing(root, fs::read_dir(root))?;
-    Ok(entries.is_none_or(|mut entries| entries.next().is_none()))
+    Ok(entries(run.root())?.is_empty())
 }
 
 /// Creates the directory of `run` from its `parent`, with the resolved `recipe`, whose first stages are the

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::Path;
 
+use crate::listing::exact_number;
 use crate::{StoredCheckpoint, alone, newest_good, of_step, require};
 use moh_hf::ConfigFile;
 use moh_hf::config_file::CONFIG_FILE;
@@ -160,7 +161,7 @@ pub fn is_step_of(name: &str, run: &str) -> bool {
 /// A path and the step after its last `@`.
 fn split(name: &str) -> Option<(&str, u64)> {
     let (path, step) = name.rsplit_once('@')?;
-    Some((path, step.parse().ok().filter(|number: &u64| number.to_string() == step)?))
+    Some((path, exact_number(step)?))
 }
 
 fn is_run(path: &Path) -> bool {
@@ -170,6 +171,8 @@ fn is_run(path: &Path) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use moh_testkit::assert_refused;
+
     use super::*;
 
     #[test]
@@ -200,11 +203,8 @@ mod tests {
         let run = RunDirectory::new(temporary.path());
         std::fs::create_dir_all(run.checkpoint(4)).unwrap();
         let name = CheckpointName { run, step: None };
-        let error = name.clone().resolve_alone().unwrap_err().to_string();
-        assert!(
-            error.contains("checkpoints: no checkpoint is good: moh-train checkpoints"),
-            "{error}"
-        );
+        let none = "checkpoints: no checkpoint is good: moh-train checkpoints";
+        assert_refused(name.clone().resolve_alone(), none);
         let error = CheckpointName { step: Some(3), ..name }.resolve_alone().unwrap_err();
         assert!(error.to_string().ends_with("step 3: name one of 4"), "{error}");
     }

@@ -133,10 +133,9 @@ pub fn read(path: &Path) -> Result<Vec<StageExtension>> {
 
 #[cfg(test)]
 mod tests {
-
     use super::*;
 
-    use moh_testkit::SMALL_RECIPE;
+    use moh_testkit::{SMALL_RECIPE, assert_refused};
 
     fn recipe() -> Recipe {
         Recipe::parse(SMALL_RECIPE, Path::new("small.toml"), &[]).unwrap()
@@ -179,11 +178,10 @@ mod tests {
         let nested = "[".repeat(100_000);
         for bad in [torn, &more, &shrunk, &negative, &nested, "null", "\u{0}", ""] {
             std::fs::write(&path, format!("{good}\n{bad}\n\n")).unwrap();
-            let error = read(&path).unwrap_err().to_string();
-            assert!(error.contains("growth.jsonl: line 2: "), "{error}");
+            assert_refused(read(&path), "growth.jsonl: line 2: ");
         }
         std::fs::write(&path, " ".repeat(2 << 20)).unwrap();
-        assert!(read(&path).unwrap_err().to_string().contains("at most"));
+        assert_refused(read(&path), "at most");
     }
 
     #[test]

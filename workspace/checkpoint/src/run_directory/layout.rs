@@ -7,7 +7,7 @@ mod stored_recipe;
 use std::path::{Path, PathBuf};
 
 use crate::StoredCheckpoint;
-use crate::listing::DAMAGED;
+use crate::listing::{DAMAGED, complete_step, names};
 use crate::run_log::Summary;
 use moh_files::first_free_suffixed;
 use moh_hf::ConfigFile;
@@ -164,15 +164,8 @@ impl RunDirectory {
 
     /// Steps of the complete checkpoints, ascending.
     pub fn checkpoint_steps(&self) -> Result<Vec<u64>> {
-        let directory = self.checkpoints();
-        let entries = unless_missing(&directory, std::fs::read_dir(&directory))?;
-        let mut steps = Vec::new();
-        for entry in entries.into_iter().flatten() {
-            let name = entry.map_err(moh_files::io(&directory))?.file_name();
-            let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.parse().ok());
-            // Only the spelling of `checkpoint`: no sign, no leading zero.
-            steps.extend(step.filter(|&step: &u64| name == *format!("step-{step}")));
-        }
+        let names = names(&self.checkpoints())?;
+        let mut steps: Vec<u64> = names.iter().filter_map(|name| complete_step(name)).collect();
         steps.sort_unstable();
         Ok(steps)
     }
@@ -194,13 +187,8 @@ impl RunDirectory {
 
     /// Whether there is a checkpoint, good or damaged, by its name.
     pub(crate) fn has_names(&self) -> Result<bool> {
-        let directory = self.checkpoints();
-        let is_one = |name: &str| name.starts_with("step-") || name.starts_with(DAMAGED);
-        let entries = unless_missing(&directory, std::fs::read_dir(&directory))?;
-        Ok(entries
-            .into_iter()
-            .flatten()
-            .any(|entry| entry.is_ok_and(|entry| entry.file_name().to_str().is_some_and(is_one))))
+        let is_one = |name: &String| name.starts_with("step-") || name.starts_with(DAMAGED);
+        Ok(names(&self.checkpoints())?.iter().any(is_one))
     }
 
     /// Writes the marker, if it is missing.

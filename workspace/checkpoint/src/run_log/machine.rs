@@ -63,6 +63,8 @@ impl Machine {
 
 #[cfg(test)]
 mod tests {
+    use moh_testkit::assert_refused;
+
     use super::*;
 
     #[test]
@@ -78,8 +80,7 @@ mod tests {
             [&whole[..whole.len() / 2], b"", b"[]", b"{\"threads\":-1}", &[b'['; 1 << 15]]
         {
             std::fs::write(&path, hostile).unwrap();
-            let error = Machine::read(&path).unwrap_err().to_string();
-            assert!(error.contains("machine.json: is not a description of a machine"), "{error}");
+            assert_refused(Machine::read(&path), "machine.json: is not a description of a machine");
         }
         std::fs::write(&path, vec![b'['; 1 << 20]).unwrap();
         let error = Machine::read(&path).unwrap_err().to_string();

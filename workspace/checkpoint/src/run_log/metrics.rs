@@ -220,12 +220,8 @@ impl MetricsWriter {
     /// Fails if the file cannot be written; the line is then kept and written with the next one.
     pub fn write(&mut self, metrics: &StepMetrics) -> Result<()> {
         let io = moh_files::io(&self.path);
-        let mut line = match serde_json::to_vec(metrics) {
-            Ok(line) => line,
-            Err(error) => return Err(io(error.into()).into()),
-        };
-        line.push(b'\n');
-        self.unwritten.append(&mut line);
+        self.unwritten.extend(serde_json::to_vec(metrics).map_err(|error| io(error.into()))?);
+        self.unwritten.push(b'\n');
         self.flush()
     }
 
@@ -326,6 +322,7 @@ pub fn cut_back(path: &Path, steps_kept: u64) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use moh_step::Norms;
+    use moh_testkit::assert_refused;
 
     use super::*;
 
@@ -483,15 +480,14 @@ mod tests {
         let path = directory.path().join("metrics.jsonl");
         cut_back(&path, 0).unwrap();
         assert!(!path.exists());
-        let missing = cut_back(&path, 1).unwrap_err().to_string();
-        assert!(missing.contains("has 0 complete lines, but"), "{missing}");
+        assert_refused(cut_back(&path, 1), "has 0 complete lines, but");
 
         write(&path, 1..=3);
         let mut text = std::fs::read(&path).unwrap();
         text.pop();
         std::fs::write(&path, &text).unwrap();
-        let short = cut_back(&path, 3).unwrap_err().to_string();
-        assert!(short.contains("has 2 complete lines, but the checkpoint is of step 3"), "{short}");
+        let short = "has 2 complete lines, but the checkpoint is of step 3";
+        assert_refused(cut_back(&path, 3), short);
         assert_eq!(std::fs::read(&path).unwrap(), text);
         assert_eq!(read(&path).unwrap().len(), 2);
     }
@@ -514,8 +510,7 @@ mod tests {
             let mut text = std::fs::read(&path).unwrap();
             text.extend_from_slice(hostile);
             std::fs::write(&path, text).unwrap();
-            let error = read(&path).unwrap_err().to_string();
-            assert!(error.contains("metrics.jsonl:3: "), "{error}");
+            assert_refused(read(&path), "metrics.jsonl:3: ");
             cut_back(&path, 2).unwrap();
             assert_eq!(read(&path).unwrap(), [step(1), step(2)]);
         }

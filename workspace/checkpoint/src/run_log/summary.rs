@@ -37,11 +37,9 @@ impl Summary {
 
     /// Writes a summary as a whole.
     pub fn write(&self, path: &Path) -> Result<()> {
-        let text = match serde_json::to_vec_pretty(self) {
-            Ok(text) => text,
-            Err(error) => return Err(moh_files::io(path)(error.into()).into()),
-        };
-        Ok(moh_files::write(path, &text).map_err(moh_files::io(path))?)
+        let io = moh_files::io(path);
+        let text = serde_json::to_vec_pretty(self).map_err(|error| io(error.into()))?;
+        Ok(moh_files::write(path, &text).map_err(io)?)
     }
 
     /// The fraction of the conversion's loss that its stage's training recovered, for the last
@@ -62,16 +60,12 @@ impl Summary {
 
     fn recovered_of(&self, loss: impl Fn(&Evaluation) -> Option<f64>) -> Option<f64> {
         let evaluations = &self.evaluations;
-        let converted = evaluations.iter().rposition(|evaluation| {
-            matches!(evaluation.moment, EvaluationPoint::Converted { .. })
-        })?;
-        let at = evaluations.get(converted)?;
+        let (converted, at, converted_stage) =
+            evaluations.iter().enumerate().rev().find_map(|(index, at)| match &at.moment {
+                EvaluationPoint::Converted { stage, .. } => Some((index, at, stage)),
+                _ => None,
+            })?;
         let before = evaluations.get(converted.checked_sub(1)?)?;
-        let EvaluationPoint::Converted { stage: converted_stage, .. } =
-            &evaluations.get(converted)?.moment
-        else {
-            return None;
-        };
         let is_end = |evaluation: &&Evaluation| match &evaluation.moment {
             EvaluationPoint::Trained { stage } => stage == converted_stage,
             _ => false,

@@ -14,6 +14,7 @@ use moh_model::router::{LayerRouting, RoutingStatistics};
 use moh_step::Norms;
 
 use crate::Result;
+use crate::listing::names;
 use crate::run_log::{Speed, StepMetrics};
 
 const PREFIX: &str = "events.out.tfevents.";
@@ -48,13 +49,14 @@ impl TensorBoard {
     /// the step, over all stages, from which the run resumes: later steps of older files no longer count.
     pub fn create(directory: &Path, steps_kept: u64) -> Result<Self> {
         moh_files::create_directory(directory).map_err(moh_files::io(directory))?;
-        let continues = holds_events(directory)?;
-        let (path, file) = new_file(directory)?;
+        let mut known = names(directory)?;
+        known.retain(|name| name.starts_with(PREFIX));
+        let (path, file) = new_file(directory, &known)?;
         let mut board = TensorBoard { path, file };
         let mut version = event(0);
         put_bytes(&mut version, EVENT_FILE_VERSION, b"brain.Event:2");
         board.write_record(&version)?;
-        if continues {
+        if !known.is_empty() {
             let mut start = event(steps_kept + 1);
             let mut session = Vec::new();
             put_varint_field(&mut session, SESSION_LOG_STATUS, SESSION_START);
@@ -139,12 +141,6 @@ impl TensorBoard {
     }
 }
 
-fn holds_events(directory: &Path) -> Result<bool> {
-    let mut entries = std::fs::read_dir(directory).map_err(moh_files::io(directory))?;
-    let is_one = |name: &std::ffi::OsStr| name.to_string_lossy().starts_with(PREFIX);
-    Ok(entries.any(|entry| entry.is_ok_and(|entry| is_one(&entry.file_name()))))
-}
-
 /// The curves of norms by block.
 fn norm_scalars(of: &str, norms: &Norms) -> Vec<(String, f64)> {
     let tag = |part: &str| format!("norms/{of}/{part}");
@@ -170,18 +166,11 @@ fn speed_scalars(speed: &Speed) -> Vec<(String, f64)> {
     all.map(|(name, value)| (format!("speed/{name}"), value)).collect()
 }
 
-/// A file whose name sorts after the existing ones, the order in which TensorBoard reads them.
-fn new_file(directory: &Path) -> Result<(PathBuf, File)> {
-    let io = |error| moh_files::io(directory)(error);
-    let mut newest = now().as_secs();
-    for entry in std::fs::read_dir(directory).map_err(io)? {
-        let name = entry.map_err(io)?.file_name();
-        let seconds = name
-            .to_str()
-            .and_then(|name| name.strip_prefix(PREFIX)?.split('.').next()?.parse().ok());
-        // A clock set back must not sort the new file before the old one.
-        newest = newest.max(seconds.unwrap_or(0));
-    }
+/// A file whose name sorts after the `known` ones, the order in which TensorBoard reads them.
+fn new_file(directory: &Path, known: &[String]) -> Result<(PathBuf, File)> {
+    let seconds = |name: &String| name.strip_prefix(PREFIX)?.split('.').next()?.parse().ok();
+    // A clock set back must not sort the new file before the old one.
+    let newest = known.iter().filter_map(seconds).fold(now().as_secs(), u64::max);
     for number in 0..u32::MAX {
         let path = directory.join(format!("{PREFIX}{newest:010}.moh.{number:04}"));
         match OpenOptions::new().append(true).create_new(true).open(&path) {
@@ -190,7 +179,7 @@ fn new_file(directory: &Path) -> Result<(PathBuf, File)> {
             Err(error) => return Err(moh_files::io(&path)(error).into()),
         }
     }
-    Err(io(std::io::ErrorKind::AlreadyExists.into()).into())
+    Err(moh_files::io(directory)(std::io::ErrorKind::AlreadyExists.into()).into())
 }
 
 fn now() -> std::time::Duration {

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use moh_comm::Group;
-use moh_kernels::Backend;
 use moh_kernels::span::{self, Label, Lane, Listening, Sink};
+use moh_kernels::{Backend, Cpu};
 use serde_json::{Value, json};
 
 use crate::Result;
@@ -67,7 +67,8 @@ fn range(text: &str) -> Result<RangeInclusive<u64>, String> {
 pub struct StepTrace<B: Backend> {
     step: u64,
     recorder: Arc<Recorder<B>>,
-    background: Arc<Background>,
+    /// Of the spans of a background thread, whose work is the host's.
+    background: Arc<Recorder<Cpu>>,
     lane: Arc<Lane>,
     _listening: Listening,
 }
@@ -78,7 +79,8 @@ impl<B: Backend> StepTrace<B> {
     pub fn new(step: u64, backend: B, times: Option<Arc<PartTimes>>, lane: Arc<Lane>) -> Self {
         let start = Instant::now();
         let recorder = Arc::new(Recorder { backend, start, times, spans: Mutex::default() });
-        let background = Arc::new(Background { start, spans: Mutex::default() });
+        let (backend, times, spans) = (Cpu, None, Mutex::default());
+        let background = Arc::new(Recorder { backend, start, times, spans });
         lane.connect(Some(background.clone()));
         let _listening = span::listen(recorder.clone());
         StepTrace { step, recorder, background, lane, _listening }
@@ -116,12 +118,6 @@ struct Recorder<B: Backend> {
     start: Instant,
     /// Hears of the same spans.
     times: Option<Arc<PartTimes>>,
-    spans: Mutex<Spans>,
-}
-
-/// Times the spans of a background thread, whose work is the host's.
-struct Background {
-    start: Instant,
     spans: Mutex<Spans>,
 }
 
@@ -168,16 +164,6 @@ impl<B: Backend> Sink for Recorder<B> {
         if let Some(times) = &self.times {
             times.exit();
         }
-    }
-}
-
-impl Sink for Background {
-    fn enter(&self, label: Label) {
-        locked(&self.spans).enter(label, self.start.elapsed());
-    }
-
-    fn exit(&self) {
-        locked(&self.spans).exit(self.start.elapsed());
     }
 }
 

@@ -111,8 +111,9 @@ fn allocated<T: Element, G: Element, M: Element>(
     model.set_teacher(of_teacher(&step)).unwrap();
     let mut stepper = Stepper::<Cpu, T, G>::new(&model, step, groups).unwrap();
     let _evaluator = Evaluator::<Cpu, T>::new(&model, batch, length).unwrap();
-    let found =
-        Found { buffers: Cpu.allocated() - before, scratch: Cpu.thread_scratch()[0] as u64 };
+    let allocated =
+        || Found { buffers: Cpu.allocated() - before, scratch: Cpu.thread_scratch()[0] as u64 };
+    let found = allocated();
     for number in 1..=2 {
         let read = |sample: u64, window: &mut [u32], document_start: Option<&mut [u32]>| {
             for (i, id) in window.iter_mut().enumerate() {
@@ -127,9 +128,7 @@ fn allocated<T: Element, G: Element, M: Element>(
         stepper.measure_block_norms(number == 2);
         stepper.step(&mut model, &mut optimizer, read, 0, update).unwrap();
         stepper.wait_for_weights(&mut model).unwrap();
-        let after =
-            Found { buffers: Cpu.allocated() - before, scratch: Cpu.thread_scratch()[0] as u64 };
-        assert_eq!(after, found, "step {number}");
+        assert_eq!(allocated(), found, "step {number}");
     }
     found
 }

@@ -89,25 +89,22 @@ fn decay_steps_fit_the_stage_and_the_decay() {
         ("decay = \"wsd\"", "learning_rate.decay: must be \"cosine\""),
     ] {
         let keys = format!("warmup_steps = 2, {keys} }}");
-        let message = refused(&edited("warmup_steps = 2 }", &keys), &[]);
-        assert!(message.contains(expected), "{message}");
+        refuses_text(&edited("warmup_steps = 2 }", &keys), &[], expected);
     }
 }
 
 #[test]
 fn shared_heads_are_given_once() {
     let both = "attention = \"moh\"\nmoh = { shared_heads = 1, shared_head_ids = [[0]] }";
-    let message = refused(&edited("attention = \"moh\"", both), &[]);
     let expected = "stage.moh.moh.shared_head_ids = [..]: is there beside shared_heads: leave one";
-    assert!(message.contains(expected), "{message}");
+    refuses_text(&edited("attention = \"moh\"", both), &[], expected);
 }
 
 #[test]
 fn what_depends_on_a_faulty_key_is_not_checked() {
     let one = |from: &str, to: &str, expected: &str| {
-        let message = refused(&edited(from, to), &[]);
+        let message = refuses_text(&edited(from, to), &[], expected);
         assert_eq!(message.lines().count(), 1, "{message}");
-        assert!(message.contains(expected), "{message}");
     };
     one("sequence_length = 32", "sequence_length = true", "data.sequence_length: must be");
     one("sequence_length = 32", "seq_length = 32", "did you mean data.sequence_length");
@@ -165,9 +162,8 @@ fn wrong_types_name_the_key_and_what_was_expected() {
         ),
     ];
     for (from, to, expected) in cases {
-        let message = refused(&edited(from, to), &[]);
+        let message = refuses_text(&edited(from, to), &[], expected);
         assert!(message.starts_with("recipes/x.toml: line "), "{message}");
-        assert!(message.contains(expected), "{to}: {message}");
     }
 }
 
@@ -333,11 +329,9 @@ fn files_that_are_no_recipes_are_refused() {
     let path = directory.path().join("x.toml");
     assert!(matches!(Recipe::load(&path, &[]), Err(Error::File(moh_files::FileError::Io { .. }))));
     std::fs::write(&path, b"\xff\xfe").unwrap();
-    let message = Recipe::load(&path, &[]).unwrap_err().to_string();
-    assert!(message.contains("not text in UTF-8"), "{message}");
+    assert_refused(Recipe::load(&path, &[]), "not text in UTF-8");
     std::fs::write(&path, vec![b'\n'; 2 << 20]).unwrap();
-    let message = Recipe::load(&path, &[]).unwrap_err().to_string();
-    assert!(message.contains("a recipe has at most"), "{message}");
+    assert_refused(Recipe::load(&path, &[]), "a recipe has at most");
     std::fs::write(&path, SMALL_RECIPE).unwrap();
     assert_eq!(Recipe::load(&path, &[]).unwrap(), with(&[]));
 }
@@ -441,11 +435,8 @@ fn calibrations_that_cannot_be_made_are_refused() {
     }
     // Where their number is chosen too, it has the same numbers of both.
     let number = "{ shared = 'calibrated-number' }";
-    let message = kept_of(number, "routed_top_k = 3").unwrap_err().to_string();
-    assert!(
-        message.contains("and so its router and its numbers of heads: give these"),
-        "{message}"
-    );
+    let expected = "and so its router and its numbers of heads: give these";
+    assert_refused(kept_of(number, "routed_top_k = 3"), expected);
     kept_of(number, "").unwrap();
 }
 
@@ -470,20 +461,15 @@ fn the_matrices_of_a_router_are_added_and_kept() {
         let expected = "stage.moh.moh: the model of the stage before has the router \"two-stage\", whose matrices";
         assert!(message.contains(expected), "{message}");
     }
-    let message = parse(
-        SMALL_RECIPE,
-        &[moh, "stage.adapt.moh={ router = 'two-stage' }", "stage.moh.attention=\"dense\""],
-    );
-    let message = message.unwrap_err().to_string();
-    assert!(message.contains("stage.moh.moh: the model of the stage before has"), "{message}");
+    let dense = [moh, "stage.adapt.moh={ router = 'two-stage' }", "stage.moh.attention=\"dense\""];
+    refuses(&dense, "stage.moh.moh: the model of the stage before has");
     // Matrices that begin fitted need a calibration, where they are added.
     let message = refused(query_norm, "\"linear\"");
     let expected =
         "stage.moh.moh.router = \"linear\": begins with matrices that are fitted to a text";
     assert!(message.contains(expected) && message.contains("choose another one"), "{message}");
-    let message =
-        parse(SMALL_RECIPE, &["stage.moh.moh={ router = 'linear' }"]).unwrap_err().to_string();
-    assert!(message.contains(expected) && message.contains("add calibration"), "{message}");
+    let message = refuses(&["stage.moh.moh={ router = 'linear' }"], expected);
+    assert!(message.contains("add calibration"), "{message}");
     let fitted = "\"linear\", calibration = { shared = 'given', refit = false }";
     routers(fitted, "\"linear\"").unwrap();
 }

@@ -104,8 +104,7 @@ fn check_distill(faults: &mut Faults, stage: &Stage, model: &ModelOptions) {
             "is a new model, which has learned nothing: name a model directory or RUN@STEP";
         faults.check(false, &key("teacher"), "\"start\"", reason);
     }
-    let fine = weight.is_finite() && weight > 0.0;
-    faults.check(fine, &key("weight"), weight, "must be a finite number above 0");
+    faults.positive(&key("weight"), weight);
     faults.not_negative(&key("cross_entropy"), cross_entropy);
     let fine = temperature > 0.0 && temperature <= MAX_TEMPERATURE;
     let reason = format!("must be a number above 0, at most {MAX_TEMPERATURE}");

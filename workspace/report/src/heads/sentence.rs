@@ -74,25 +74,20 @@ fn maps(sentence: &Sentence) -> Vec<HeatMap> {
     let mut picked: Vec<usize> =
         (0..MAP_LAYERS).map(|number| number * last / (MAP_LAYERS - 1)).collect();
     picked.dedup();
-    let of_layer = |layer: &SentenceLayer| {
-        let (shared, routed) = heads(layer);
-        let shared = shared.into_iter().map(|head| (head, "shared"));
-        let all = shared.chain(routed.into_iter().map(|head| (head, "routed")));
-        all.map(|(head, kind)| map(&sentence.tokens, layer, head, kind)).collect::<Vec<_>>()
-    };
-    picked.into_iter().filter_map(|layer| layers.get(layer)).flat_map(of_layer).collect()
+    let of_layer = |layer| heads(layer).into_iter().map(move |head| (layer, head));
+    let all = picked.into_iter().filter_map(|layer| layers.get(layer)).flat_map(of_layer);
+    all.map(|(layer, (head, kind))| map(&sentence.tokens, layer, head, kind)).collect()
 }
 
-/// The first shared heads of a layer, and the routed heads that most tokens compute.
-fn heads(layer: &SentenceLayer) -> (Vec<usize>, Vec<usize>) {
-    let shared = layer.shared_heads.iter().copied().take(MAP_HEADS).collect();
+/// The first shared heads of a layer, and the routed heads that most tokens compute, with their kinds.
+fn heads(layer: &SentenceLayer) -> Vec<(usize, &'static str)> {
+    let shared = layer.shared_heads.iter().map(|&head| (head, "shared"));
     let is_routed = |head: &usize| !layer.shared_heads.contains(head);
-    let mut routed: Vec<(usize, usize)> = (0..layer.maps.len())
-        .filter(is_routed)
-        .map(|head| (layer.active.iter().filter(|active| active.contains(&head)).count(), head))
-        .collect();
-    routed.sort_by_key(|&(tokens, head)| (std::cmp::Reverse(tokens), head));
-    (shared, routed.into_iter().take(MAP_HEADS).map(|(_, head)| head).collect())
+    let tokens = |head: &usize| layer.active.iter().filter(|active| active.contains(head)).count();
+    let mut routed: Vec<usize> = (0..layer.maps.len()).filter(is_routed).collect();
+    routed.sort_by_cached_key(|head| std::cmp::Reverse(tokens(head)));
+    let routed = routed.into_iter().map(|head| (head, "routed"));
+    shared.take(MAP_HEADS).chain(routed.take(MAP_HEADS)).collect()
 }
 
 fn map(tokens: &[SentenceToken], layer: &SentenceLayer, head: usize, kind: &str) -> HeatMap {

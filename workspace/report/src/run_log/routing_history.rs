@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use moh_checkpoint::run_log::{RoutingLine, RoutingMoment};
+use moh_checkpoint::run_log::RoutingLine;
 
 use super::routing::RoutingEvaluation;
 
@@ -40,7 +40,6 @@ pub struct Spread {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Loads {
     pub step: u64,
-    pub moment: RoutingMoment,
     pub layers: BTreeMap<usize, LayerLoads>,
 }
 
@@ -115,7 +114,7 @@ impl Loads {
             imbalance: imbalance(line) as f32,
         };
         let layers = evaluation.layers.iter().map(|(&number, line)| (number, layer(line)));
-        Loads { step: evaluation.step, moment: evaluation.moment, layers: layers.collect() }
+        Loads { step: evaluation.step, layers: layers.collect() }
     }
 }
 

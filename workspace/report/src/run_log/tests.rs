@@ -11,6 +11,11 @@ fn run(files: &[(&str, &str)]) -> tempfile::TempDir {
     directory(&[&[(".moh-run", "")], files].concat())
 }
 
+/// What is read of such a directory.
+fn log(files: &[(&str, &str)]) -> RunLog {
+    RunLog::read(run(files).path()).unwrap()
+}
+
 fn directory(files: &[(&str, &str)]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for (name, text) in files {
@@ -56,8 +61,7 @@ fn a_directory_without_a_run_is_refused() {
 
 #[test]
 fn a_run_that_has_just_begun_has_no_steps() {
-    let dir = run(&[("recipe.toml", "")]);
-    let log = RunLog::read(dir.path()).unwrap();
+    let log = log(&[("recipe.toml", "")]);
     assert!(log.steps.all.is_empty() && log.recipe.is_none() && !log.is_finished);
     assert_eq!((log.steps_done(), log.validation().len()), (0, 0));
 }
@@ -85,8 +89,7 @@ fn broken_lines_are_left_out_and_named() {
     let long = "x".repeat(200_000);
     let odd = line(1, ",\"\u{202e}<b>\":1");
     let text = format!("{}null\n{}{long}\n\u{0}\n{odd}{}", line(1, ""), line(3, ""), line(7, ""));
-    let dir = run(&[("recipe.toml", ""), ("metrics.jsonl", &text), ("routing.jsonl", "[]\n")]);
-    let log = RunLog::read(dir.path()).unwrap();
+    let log = log(&[("recipe.toml", ""), ("metrics.jsonl", &text), ("routing.jsonl", "[]\n")]);
     let numbers: Vec<u64> = log.steps.all.iter().map(|step| log.number(step)).collect();
     assert_eq!(numbers, [1, 3, 7], "each line is a step, read or not");
     assert_eq!((log.steps_done(), log.tokens_after(7), log.tokens_after(2)), (7, Some(56.0), None));
@@ -104,8 +107,7 @@ fn broken_lines_are_left_out_and_named() {
 #[test]
 fn many_broken_lines_are_counted() {
     let broken = format!("{}{}{}", "{}\n".repeat(5000), line(5001, ""), "y".repeat(70_000));
-    let dir = run(&[("metrics.jsonl", &broken)]);
-    let log = RunLog::read(dir.path()).unwrap();
+    let log = log(&[("metrics.jsonl", &broken)]);
     let [left_out] = &log.left_out[..] else { panic!("{:?}", log.left_out) };
     // The last line, which has not ended, is longer than any that is being written.
     assert_eq!((left_out.count, left_out.first.len()), (5001, 5));
@@ -119,8 +121,7 @@ fn a_broken_first_line_moves_no_step() {
         [[stage]]\nname = \"adapt\"\nattention = \"dense\"\ntokens = 800\nbatch_tokens = 8\n\
         micro_batch = 1\nlearning_rate = { max = 1, min = 0, warmup_steps = 0 }\n";
     let metrics = format!("<b>\n{}{}", line(2, ""), line(3, ""));
-    let dir = run(&[("recipe.toml", recipe), ("metrics.jsonl", &metrics)]);
-    let log = RunLog::read(dir.path()).unwrap();
+    let log = log(&[("recipe.toml", recipe), ("metrics.jsonl", &metrics)]);
     assert!(log.recipe.is_some(), "{:?}", log.recipe_text);
     assert_eq!((log.steps_before, log.tokens_after(2), log.steps_done()), (0, Some(16.0), 3));
 }
@@ -132,14 +133,13 @@ fn head_counts_that_no_model_has_are_left_out() {
     for (text, number, kept) in
         [(line(u64::MAX, 1), 1, 0), (line(0, u64::MAX), 1, 0), (many(66), 66, 65)]
     {
-        let dir = run(&[("recipe.toml", ""), ("routing.jsonl", &text)]);
-        let log = RunLog::read(dir.path()).unwrap();
+        let log = log(&[("recipe.toml", ""), ("routing.jsonl", &text)]);
         let (line, reason) = &log.left_out[0].first[0];
         assert!(*line == number && reason.starts_with("layer "), "{line}: {reason}");
         assert_eq!(log.routing.iter().map(|routing| routing.layers.len()).sum::<usize>(), kept);
     }
-    let dir = run(&[("recipe.toml", ""), ("routing.jsonl", &many(65))]);
-    assert_eq!(RunLog::read(dir.path()).unwrap().routing[0].layers.len(), 65);
+    let log = log(&[("recipe.toml", ""), ("routing.jsonl", &many(65))]);
+    assert_eq!(log.routing[0].layers.len(), 65);
 }
 
 #[test]
@@ -158,8 +158,7 @@ fn the_newest_evaluation_of_a_set_and_those_of_conversions_are_kept() {
         (20, "step", "text"),
     ];
     let lines = moments.map(|(step, moment, set)| evaluation(step, moment, set));
-    let dir = run(&[("recipe.toml", ""), ("routing.jsonl", &lines.concat().concat())]);
-    let log = RunLog::read(dir.path()).unwrap();
+    let log = log(&[("recipe.toml", ""), ("routing.jsonl", &lines.concat().concat())]);
     let kept: Vec<(u64, bool, &str)> = log
         .routing
         .iter()
@@ -187,8 +186,7 @@ fn a_history_has_every_spread_and_the_loads_of_few_evaluations() {
             }
         }
     }
-    let dir = run(&[("recipe.toml", ""), ("routing.jsonl", &text)]);
-    let log = RunLog::read(dir.path()).unwrap();
+    let log = log(&[("recipe.toml", ""), ("routing.jsonl", &text)]);
     let [code, text] = &log.routing_histories[..] else { panic!() };
     assert_eq!((text.spreads.len(), code.spreads.len()), (1001, 1001));
     let last = text.spreads[1000];
@@ -212,8 +210,7 @@ fn losses_of_a_set_come_from_steps_and_from_moments() {
         {"moment":{"trained":{"stage":"adapt"}},"step":2,"loss":1.5,"bits_per_byte":null},
         {"moment":{"converted":{"stage":"moh","active_heads":6}},"step":2,"loss":1.75,"bits_per_byte":null},
         {"moment":{"trained":{"stage":"lost"}},"step":99,"loss":1.0,"bits_per_byte":null}]}"#;
-    let dir = run(&[("metrics.jsonl", &metrics), ("summary.json", summary)]);
-    let log = RunLog::read(dir.path()).unwrap();
+    let log = log(&[("metrics.jsonl", &metrics), ("summary.json", summary)]);
     assert!(log.is_finished);
     let [(first, losses), (second, _)] = &log.validation()[..] else { panic!() };
     assert_eq!((first.as_str(), second.as_str()), ("validation", "co\u{fffd}de"));
@@ -224,8 +221,7 @@ fn losses_of_a_set_come_from_steps_and_from_moments() {
 fn numbers_at_the_ends_of_their_range_do_not_overflow() {
     let most = LINE.replace("\"step\":1", &format!("\"step\":{}", u64::MAX));
     let most = most.replace("\"tokens\":8", &format!("\"tokens\":{}", u64::MAX));
-    let dir = run(&[("metrics.jsonl", &format!("{most}\n{most}\n"))]);
-    let log = RunLog::read(dir.path()).unwrap();
+    let log = log(&[("metrics.jsonl", &format!("{most}\n{most}\n"))]);
     assert_eq!(log.steps.all.len(), 2);
     assert_eq!(log.tokens_after(u64::MAX), None);
 }

@@ -5,7 +5,8 @@ use std::fs;
 use serde_json::json;
 
 use super::{
-    PROGRAM, compared, drawing, empty, figures, step, write_run, write_steps, write_summary,
+    PROGRAM, compared, drawing, empty, figures, routing, step, write_run, write_steps,
+    write_summary,
 };
 use moh_testkit::programs::{assert_has, failure, program};
 
@@ -42,14 +43,8 @@ fn a_run_has_the_same_look_in_all_charts() {
     for name in ["dense", "moh"] {
         write_run(dir.path(), name, &[step("adapt", 1, 64), step("adapt", 2, 128)]);
     }
-    let routing = |step: u64, layer: u64| {
-        let line = json!({
-            "step": step, "moment": "step", "stage": "moh", "validation": "text", "layer": layer, "tokens": 8,
-            "entropy": 0.5, "shared_heads": 1, "selected": [8 - step, step],
-        });
-        format!("{line}\n")
-    };
-    let lines: String = [1, 2].map(|step| routing(step, 0) + &routing(step, 1)).concat();
+    let line = |step, layer| routing(step, "moh", "text", layer, [8 - step, step]);
+    let lines: String = [1, 2].map(|step| line(step, 0) + &line(step, 1)).concat();
     fs::write(dir.path().join("moh/routing.jsonl"), lines).unwrap();
     let page = compared(dir.path(), &["dense", "moh"]);
     assert!(page.contains("Of the tokens, 25.0% select the least used"), "the newest evaluation");

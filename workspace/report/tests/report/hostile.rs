@@ -4,7 +4,7 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use super::{PROGRAM, check, empty, page, step, write_run};
+use super::{PROGRAM, check, empty, page, routing, step, write_run};
 use moh_testkit::options::take_negative_numbers;
 use moh_testkit::programs::{assert_has, failure, program, stderr, success};
 
@@ -18,12 +18,8 @@ fn names_from_files_are_text() {
     first["validation"] = json!({ hostile: { "loss": 2.0, "bits_per_byte": null } });
     let name = "<img src=x onerror=alert(1)>";
     write_run(dir.path(), name, &[first]);
-    let routing = json!({
-        "step": 1, "moment": "step", "stage": hostile, "validation": hostile, "layer": 0, "tokens": 9,
-        "entropy": 0.5, "shared_heads": 1, "selected": [9, 0],
-    });
     let run = dir.path().join(name);
-    fs::write(run.join("routing.jsonl"), format!("{routing}\n")).unwrap();
+    fs::write(run.join("routing.jsonl"), routing(1, hostile, hostile, 0, [9, 0])).unwrap();
     fs::write(run.join("recipe.toml"), format!("{hostile}\n")).unwrap();
     let page = page(dir.path(), name);
     assert!(!page.contains("<img") && !page.contains("<script"));
@@ -40,11 +36,8 @@ fn a_broken_line_is_left_out_with_a_remark() {
     let mut hostile = step("moh", 3, 192);
     hostile["<script>alert(1)</script>\u{202e}"] = json!(1);
     fs::write(&metrics, format!("{text}{hostile}\n{}\n", step("moh", 4, 4321))).unwrap();
-    let routing = json!({
-        "step": 2, "moment": "step", "stage": "moh", "validation": "text", "layer": 0, "tokens": 8,
-        "entropy": 0.5, "shared_heads": 1, "selected": [2, 6],
-    });
-    fs::write(dir.path().join("run/routing.jsonl"), format!("\u{0}\n{routing}\n")).unwrap();
+    let routing = format!("\u{0}\n{}", routing(2, "moh", "text", 0, [2, 6]));
+    fs::write(dir.path().join("run/routing.jsonl"), routing).unwrap();
     let output = program(PROGRAM, dir.path()).arg("run").output().unwrap();
     let warnings = stderr(&output);
     assert!(output.status.success(), "{warnings}");

@@ -40,10 +40,28 @@ fn write_run(dir: &Path, name: &str, steps: &[Value]) {
     fs::write(run.join("metrics.jsonl"), lines).unwrap();
 }
 
-/// The same, of `count` steps of 64 tokens.
+/// Lines of `count` steps of 64 tokens, each changed by `change`, which is given its number too.
+fn steps(stage: &str, count: u64, change: impl Fn(u64, &mut Value)) -> Vec<Value> {
+    let changed = |number| {
+        let mut line = step(stage, number, 64 * number);
+        change(number, &mut line);
+        line
+    };
+    (1..=count).map(changed).collect()
+}
+
+/// A run of that many steps.
 fn write_steps(dir: &Path, name: &str, stage: &str, count: u64) {
-    let steps: Vec<Value> = (1..=count).map(|number| step(stage, number, 64 * number)).collect();
-    write_run(dir, name, &steps);
+    write_run(dir, name, &steps(stage, count, |_, _| {}));
+}
+
+/// A line of `routing.jsonl` of a layer after a step, each of whose tokens selects one head.
+fn routing(step: u64, stage: &str, set: &str, layer: u64, selected: [u64; 2]) -> String {
+    let line = json!({
+        "step": step, "moment": "step", "stage": stage, "validation": set, "layer": layer,
+        "tokens": selected[0] + selected[1], "entropy": 0.5, "shared_heads": 1, "selected": selected,
+    });
+    format!("{line}\n")
 }
 
 fn empty() -> tempfile::TempDir {

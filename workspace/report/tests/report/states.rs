@@ -1,13 +1,12 @@
 //! Pages of single runs in every state: begun, long, with steps that were not applied. That of a finished run is tested
 //! with `moh-train`.
 
-use std::fmt::Write as _;
 use std::fs;
 
 use moh_testkit::programs::assert_has;
 use serde_json::{Value, json};
 
-use super::{drawing, empty, figures, page, step, write_run, write_steps, write_summary};
+use super::{drawing, empty, figures, page, step, steps, write_run, write_steps, write_summary};
 
 #[test]
 fn a_run_that_has_just_begun_has_a_page() {
@@ -55,22 +54,12 @@ fn a_dense_run_has_no_maps_and_an_unfinished_one_says_so() {
 #[test]
 fn a_long_run_has_a_small_page_with_its_spikes() {
     let dir = empty();
-    let run = dir.path().join("run");
-    fs::create_dir(&run).unwrap();
-    let mut text = String::new();
-    for n in 1..=60_000u64 {
-        let loss = if n == 41_234 { 77.5 } else { 2.0 + (n % 17) as f64 / 100.0 };
-        writeln!(
-            text,
-            "{{\"stage\":\"adapt\",\"step\":{n},\"tokens\":{},\"loss\":{loss},\"balance_loss\":null,\
-             \"learning_rate\":{},\"grad_norm\":1.0,\"tokens_per_second\":1e3}}",
-            n << 24,
-            if n <= 600 { 1.0 } else { 1e-5 },
-        )
-        .unwrap();
-    }
-    fs::write(run.join(".moh-run"), "").unwrap();
-    fs::write(run.join("metrics.jsonl"), text).unwrap();
+    let steps = steps("adapt", 60_000, |n, line| {
+        line["tokens"] = (n << 24).into();
+        line["loss"] = if n == 41_234 { 77.5 } else { 2.0 + (n % 17) as f64 / 100.0 }.into();
+        line["learning_rate"] = if n <= 600 { 1.0 } else { 1e-5 }.into();
+    });
+    write_run(dir.path(), "run", &steps);
     let page = page(dir.path(), "run");
     assert!(page.len() < 500_000, "{} bytes", page.len());
     // The means have no such value, and the curve of all steps is only their background.
@@ -86,14 +75,10 @@ fn a_long_run_has_a_small_page_with_its_spikes() {
 #[test]
 fn a_long_table_says_what_it_leaves_out() {
     let dir = empty();
-    let steps: Vec<Value> = (1..=60)
-        .map(|n| {
-            let mut line = step("adapt", n, 64 * n);
-            line["skipped"] = "loss is not finite".into();
-            line["samples"] = json!([4 * n - 4, 4 * n - 1]);
-            line
-        })
-        .collect();
+    let steps = steps("adapt", 60, |n, line| {
+        line["skipped"] = "loss is not finite".into();
+        line["samples"] = json!([4 * n - 4, 4 * n - 1]);
+    });
     write_run(dir.path(), "run", &steps);
     assert!(page(dir.path(), "run").contains("The last 50 of 60."));
 }
@@ -102,16 +87,12 @@ fn a_long_table_says_what_it_leaves_out() {
 fn measured_quantities_of_a_long_run_are_means_over_a_faint_curve() {
     let dir = empty();
     // Every other step is far from the mean.
-    let steps: Vec<Value> = (1..=3000)
-        .map(|n| {
-            let mut line = step("moh", n, 64 * n);
-            let far = if n % 2 == 0 { 1.5 } else { 0.5 };
-            for key in ["balance_loss", "grad_norm", "tokens_per_second"] {
-                line[key] = far.into();
-            }
-            line
-        })
-        .collect();
+    let steps = steps("moh", 3000, |n, line| {
+        let far = if n % 2 == 0 { 1.5 } else { 0.5 };
+        for key in ["balance_loss", "grad_norm", "tokens_per_second"] {
+            line[key] = far.into();
+        }
+    });
     write_run(dir.path(), "run", &steps);
     let page_of_long = page(dir.path(), "run");
     let height = |path: &str| -> f64 {

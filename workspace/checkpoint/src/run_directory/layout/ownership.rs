@@ -12,9 +12,9 @@ use moh_files::{PendingDirectory, TEMPORARY, first_free, first_free_suffixed};
 use moh_recipe::Recipe;
 
 use super::{CALIBRATION, RunDirectory};
+use crate::listing::names;
 use crate::run_directory::run_lock::LOCK;
 use crate::{Error, Result};
-use moh_files::unless_missing;
 
 /// The file that makes a directory a run's: it has the run's recipe.
 pub(super) const MARK: &str = ".moh-run";
@@ -24,18 +24,6 @@ const OF_FILE_SYSTEM: &str = "lost+found";
 
 /// Maximum number of files of others that a message names.
 const MAX_NAMED: usize = 3;
-
-/// The names in a directory, sorted; none if it does not exist.
-fn names(directory: &Path) -> Result<Vec<String>> {
-    let entries = unless_missing(directory, fs::read_dir(directory))?;
-    let mut names = Vec::new();
-    for entry in entries.into_iter().flatten() {
-        let entry = entry.map_err(moh_files::io(directory))?;
-        names.push(entry.file_name().to_string_lossy().into_owned());
-    }
-    names.sort();
-    Ok(names)
-}
 
 /// Names for a message: the first ones, and how many more there are.
 pub fn join_names(names: &[String]) -> String {
