@@ -22,13 +22,15 @@ from safetensors.torch import load_file
 from two_stage import QUICKSTART, norm, rotate, run
 
 TEXT = "voyage-valid"
+FIRST_TOKEN = 32
 LENGTH, RIDGE, RIDGES, TOLERANCE = 256, 1e-3, (10, 1, 0.1, 0.01, 0.001), 1e-4
 SPREADS = {"two-stage": 0.3, "one-stage": 0.3, "linear": 1.0}
 
 
 def first_layer(ids):
     """Of the first layer, for windows of ids: its normed input, its heads' outputs, `[tokens, heads, size]`, the output
-    projection, and by what RMSNorm multiplies the stream before or after attention, the lesser one, `[tokens, 1]`."""
+    projection, and the factors of errors, `[tokens, 1]`: by what RMSNorm multiplies the stream before or after attention, the
+    lesser one, times the root of FIRST_TOKEN for the first token of a window."""
     config = json.loads((QUICKSTART / "config.json").read_text())
     tensors = {name: tensor.double() for name, tensor in load_file(QUICKSTART / "model.safetensors").items()}
     of = lambda name: tensors[f"model.layers.0.{name}.weight"]  # noqa: E731
@@ -48,7 +50,9 @@ def first_layer(ids):
     outputs, old = torch.cat(outputs), of("self_attn.o_proj")
     before = torch.cat(streams)
     squares = torch.stack([before, before + outputs.flatten(1) @ old.T]).pow(2).mean(-1, keepdim=True).amax(0)
-    return torch.cat(inputs), outputs, old, (squares + config["rms_norm_eps"]).rsqrt()
+    scales = (squares + config["rms_norm_eps"]).rsqrt()
+    scales[::LENGTH] *= FIRST_TOKEN**0.5
+    return torch.cat(inputs), outputs, old, scales
 
 
 def parts(windows):

@@ -80,6 +80,9 @@ pub struct Losses {
     pub calibrated: f64,
 }
 
+/// How many other tokens the first one of a window weighs as much as.
+const FIRST_TOKEN: f32 = 32.0;
+
 /// Outputs of heads, and elements, that a thread takes at a time.
 const HEADS: usize = 512;
 const ELEMENTS: usize = 1 << 15;
@@ -295,6 +298,7 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
     /// What the fits of a layer with this routing read; the dense model's residual stream moves behind the layer.
     fn measure(&mut self, moh: &MohConfig) -> Result<Routed> {
         let (passes, inputs) = (&self.tokens.passes, self.config.query_width());
+        let length = self.tokens.length();
         let mut outputs = vec![0f32; passes.tokens() * inputs];
         let mut of_part = |part| {
             for pass in passes.of(part) {
@@ -306,7 +310,7 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
                 let of_pass = &mut outputs[passes.elements(pass, inputs)];
                 attend(&mut self.block, self.config.head_dim, moh, x, of_pass)?;
                 let mut features = of_pass.to_vec();
-                let target = weighed(self.config, &after.after_attention, x, &mut features);
+                let target = weighed(self.config, length, &after.after_attention, x, &mut features);
                 self.sums.add(&features, &target)?;
             }
             let products = self.sums.take();
@@ -351,7 +355,8 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         let (inputs, width) = (self.config.query_width(), self.config.hidden_size);
         let mut scores = Scores::new(ranking);
         let (mut outputs, mut targets) = (Vec::new(), Vec::new());
-        let window = self.tokens.length() * width;
+        let length = self.tokens.length();
+        let window = length * width;
         for windows in self.tokens.search_windows(inputs).chunks_exact(self.tokens.passes.batch) {
             let of_window = |&at: &usize| &self.streams.dense[at * window..(at + 1) * window];
             let x = windows.iter().flat_map(of_window).copied().collect::<Vec<f32>>();
@@ -362,7 +367,7 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
             }
             let mut of_pass = self.block.attend()?;
             let after = self.block.after_attention(&x, &of_pass)?.after_attention;
-            targets.extend(weighed(self.config, &after, &x, &mut of_pass));
+            targets.extend(weighed(self.config, length, &after, &x, &mut of_pass));
             outputs.extend(of_pass);
         }
         let weight = matrix(projection, inputs);
@@ -442,9 +447,17 @@ fn attend<B: Backend>(
 
 /// Returns a fit's target, `after - x`. Each token of the target and of the heads' `outputs` is multiplied by its factor in
 /// the RMSNorm of `after`, the dense model's stream after attention, or of `x`, the converted model's stream before it, if
-/// that is less. Otherwise the few tokens with a large stream in either model would decide the fit.
-fn weighed(config: &ModelConfig, after: &[f32], x: &[f32], outputs: &mut [f32]) -> Vec<f32> {
-    let (scales, mut target) = (norm_scales(config, [after, x]), difference(after, x));
+/// that is less. Otherwise the few tokens with a large stream in either model would decide the fit. The first token of a
+/// window of `length` tokens, to which all others may attend, weighs as much as [`FIRST_TOKEN`] of them.
+fn weighed(
+    config: &ModelConfig,
+    length: usize,
+    after: &[f32],
+    x: &[f32],
+    outputs: &mut [f32],
+) -> Vec<f32> {
+    let (mut scales, mut target) = (norm_scales(config, [after, x]), difference(after, x));
+    scales.iter_mut().step_by(length).for_each(|scale| *scale *= FIRST_TOKEN.sqrt());
     scale(&mut target, &scales);
     scale(outputs, &scales);
     target
@@ -467,4 +480,29 @@ fn scale(table: &mut [f32], scales: &[f32]) {
 
 fn difference(a: &[f32], b: &[f32]) -> Vec<f32> {
     a.par_iter().zip(b).with_min_len(ELEMENTS).map(|(a, b)| a - b).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tokens::tests::config;
+
+    #[test]
+    fn tokens_weigh_by_the_lesser_norm_factor_and_first_ones_more() {
+        let config = config();
+        let (width, root) = (config.hidden_size, FIRST_TOKEN.sqrt());
+        let stream = |squares: [f32; 4]| squares.map(|x| vec![x; width]).concat();
+        // The root mean squares of four tokens in two windows.
+        let (after, x) = (stream([2.0, 4.0, 1.0, 8.0]), stream([1.0, 5.0, 2.0, 3.0]));
+        let mut outputs = [1f32; 8];
+        let target = weighed(&config, 2, &after, &x, &mut outputs);
+        let expected = [root / 2.0, 1.0 / 5.0, root / 2.0, 1.0 / 8.0];
+        for (token, (expected, difference)) in
+            expected.iter().zip([1.0, -1.0, -1.0, 5.0]).enumerate()
+        {
+            assert!((outputs[2 * token + 1] / expected - 1.0).abs() < 1e-4, "{outputs:?}");
+            let found = target[width * token];
+            assert!((found / (expected * difference) - 1.0).abs() < 1e-4, "{target:?}");
+        }
+    }
 }

@@ -106,38 +106,21 @@ impl LayerSample {
         active: usize,
     ) -> Result<Found> {
         let (units, unit) = (self.ranking.units(), self.ranking.unit());
-        // All sets of some numbers are judged.
-        let (few, many): (Vec<usize>, Vec<usize>) =
-            numbers.iter().partition(|&&shared| number_of_sets(units, shared / unit) <= MOST_SETS);
+        let has_few_sets = |shared| number_of_sets(units, shared / unit) <= MOST_SETS;
+        let most = if numbers.len() > 1 { FITS / 2 / numbers.len() } else { FITS };
         let (mut best, grams) = (None, LazyCell::new(|| self.grams()));
-        for shared in few {
-            let most = if numbers.len() > 1 { FITS / 2 / numbers.len() } else { FITS };
-            let sets = self.most_promising(&grams, shared, active - shared, most)?;
-            best = Some(self.best_of(sums, sets.into_iter(), active - shared, best)?);
+        for &shared in numbers {
+            let top_k = active - shared;
+            let sets = match has_few_sets(shared) {
+                true => self.most_promising(&grams, shared, top_k, most)?,
+                false => vec![self.exchanged(&grams, shared, top_k)?],
+            };
+            best = Some(self.best_of(sums, sets.into_iter(), top_k, best)?);
         }
-        if many.is_empty() {
-            let best = best.ok_or(Error::SINGULAR)?;
-            return if numbers.len() > 1 { self.refined(sums, &grams, best) } else { Ok(best) };
-        }
-        let exchanged = self.best_by_exchange(sums, &grams, many.into_iter(), active)?;
-        Ok(best.filter(|best| best.error <= exchanged.error).unwrap_or(exchanged))
-    }
-
-    /// A good set with one of some numbers of heads, without judging all sets.
-    pub fn best_by_exchange<B: Backend>(
-        &self,
-        sums: &mut ProductSums<'_, B>,
-        grams: &HeadGrams,
-        numbers: impl Iterator<Item = usize>,
-        active: usize,
-    ) -> Result<Found> {
-        let mut best = None;
-        for shared in numbers {
-            let set = self.exchanged(grams, shared, active - shared)?;
-            best = Some(self.best_of(sums, std::iter::once(set), active - shared, best)?);
-        }
-        // A layer has at least one number of shared heads.
-        self.refined(sums, grams, best.ok_or(Error::SINGULAR)?)
+        let best = best.ok_or(Error::SINGULAR)?;
+        // Of the sets of one number, enough have been judged.
+        let is_done = matches!(numbers, [shared] if has_few_sets(*shared));
+        if is_done { Ok(best) } else { self.refined(sums, &grams, best) }
     }
 
     /// The sets of so many shared heads, or if there are more than `most` those with the least errors without a fit.
@@ -381,6 +364,19 @@ mod tests {
         ProductSums::new(&Cpu, buffers, &|| false)
     }
 
+    /// A set as it is found where there are too many to judge all.
+    fn best_by_exchange(
+        sample: &LayerSample,
+        sums: &mut ProductSums<'static, Cpu>,
+        shared: usize,
+        top_k: usize,
+    ) -> Found {
+        let grams = sample.grams();
+        let set = sample.exchanged(&grams, shared, top_k).unwrap();
+        let found = sample.judge(sums, &set, top_k).unwrap();
+        sample.refined(sums, &grams, found).unwrap()
+    }
+
     #[test]
     fn exchanges_find_sets_about_as_good_as_all() {
         for seed in 0..4 {
@@ -395,9 +391,7 @@ mod tests {
                 let mut sums = sums(&sample);
                 let active = shared + top_k;
                 let all = sample.best_set(&mut sums, &[shared], active).unwrap();
-                let numbers = std::iter::once(shared);
-                let grams = sample.grams();
-                let found = sample.best_by_exchange(&mut sums, &grams, numbers, active).unwrap();
+                let found = best_by_exchange(&sample, &mut sums, shared, top_k);
                 assert_eq!((found.heads.shared.len(), found.heads.top_k), (shared, top_k));
                 let of_group = |head: usize| found.heads.shared.contains(head);
                 for group in 0..4 {
@@ -422,8 +416,7 @@ mod tests {
             let sample = sample(seed, RouterKind::QueryNorm, true);
             let mut sums = sums(&sample);
             let all = sample.best_set(&mut sums, &[4], 6).unwrap();
-            let four = std::iter::once(4);
-            let found = sample.best_by_exchange(&mut sums, &sample.grams(), four, 6).unwrap();
+            let found = best_by_exchange(&sample, &mut sums, 4, 2);
             largest = largest.max(found.error / all.error);
         }
         assert!(largest < 2.0, "{largest}");

@@ -216,10 +216,10 @@ impl CalibrationTokens {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    fn config() -> ModelConfig {
+    pub(crate) fn config() -> ModelConfig {
         let fields = serde_json::json!({
             "model_type": "llama", "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48,
             "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64,
