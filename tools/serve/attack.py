@@ -4,12 +4,13 @@
     tools/serve/attack.py MODEL [--program target/release/moh-serve] [--requests 2000] [--json FILE]
 
 MODEL is a directory with weights. The attacks: bodies that are announced and do not come, or come slowly, or have as many
-values as they may, and silent connections (A1); answers that are far too large (A2); long prompts (A3) and many choices;
-texts far beyond the context (A4); chats whose template does not end (A5); clients that leave, with bytes behind their body
-(A6). Under each of A1 to A5 another client's
-short completion takes less than 3 s, a client that has left frees its places within a second, and requests of all
-kinds mixed leave the memory flat. At last SIGTERM ends the server within 5 s while templates hang. Fails otherwise. It
-uses Python's standard library alone.
+values as they may, or such values in a text, silent connections, and more that wait for answers than there may be (A1);
+answers that are far too large (A2); long prompts (A3) and many choices; texts far beyond the context, and 600 long words
+(A4); chats whose template does not end, or fills the memory (A5); clients that leave, with bytes behind their body (A6).
+Under each of A1 to A5 another client's short completion, and the ids of a text of 5 KB, take less than 3 s, or where all
+wait for answers are refused in this time; a client that has left frees its places within a second; the memory stays
+bounded, and requests of all kinds mixed leave it flat. At last SIGTERM ends the server within 5 s while templates hang.
+Fails otherwise. It uses Python's standard library alone.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import pathlib
 import random
 import shutil
 import socket
+import string
 import struct
 import sys
 import tempfile
@@ -35,14 +37,24 @@ from server import metrics, request, serve
 WAIT, LEAVE, END = 3, 1.5, 5
 # Seconds of each attack.
 SECONDS = 4
+# Bytes of memory at most: half a gigabyte for answers, a quarter for bodies, and two for templates.
+MOST = 2_800_000_000
 # Growth of the memory that stays, from the first two thirds of the mixed requests to the last: the allocator keeps some.
 GROWTH = 1.1
-# A message with this word makes the template go round for a long time, and its list grow.
+# A message with the first word makes the template go round for a long time, and its list grow; with the second one it
+# keeps long texts, the more the longer the conversation is.
 TEMPLATE = (
     "{% for m in messages %}{% if 'hang' in m.content %}{% set ns = namespace(l=[1]) %}{% for i in range(60) %}"
     "{% set ns.l = ns.l + ns.l %}{% endfor %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    "{% endif %}{{ m.content }}{% endfor %}"
+    "{% endif %}{% if 'fill' in m.content %}{% set ns = namespace(l=[], s='x') %}{% for i in range(20) %}"
+    "{% set ns.s = ns.s + ns.s %}{% endfor %}{% for i in range(200 + messages | length // 20) %}"
+    "{% set ns.l = ns.l + [ns.s ~ i] %}{% endfor %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    "{% endfor %}{% endif %}{{ m.content }}{% endfor %}"
 )
+# What another client asks for.
+OTHERS = [
+    ("v1/completions", {"prompt": "Once", "max_tokens": 1}), ("tokenize", {"prompt": "Once upon a time " * 300}),
+]
 
 
 class Attacker:
@@ -100,8 +112,14 @@ class Attacker:
 
     def values(self, number):
         # As many values as a body may have, which take far more memory than their text.
-        body = b'{"prompt": "a", "logit_bias": [' + b'{"":0},' * 70_000 + b"0]}"
+        body = b'{"prompt": "a", "logit_bias": [' + b'{"":0},' * 140_000 + b"0]}"
         return self.ask("v1/completions", body)
+
+    def arguments(self, number):
+        # More values than a body may have, and somewhat fewer, in a text that the template reads as values.
+        call = {"function": {"name": "f", "arguments": "[" + "[1]," * (150_000 if number % 2 else 500_000) + "1]"}}
+        message = {"role": "assistant", "content": "a", "tool_calls": [call]}
+        return self.ask("v1/chat/completions", {"messages": [message], "max_tokens": 1})
 
     def large(self, number):
         prompt = [[5] * (self.context - 1)] * 8
@@ -129,6 +147,13 @@ class Attacker:
         body = {"messages": [{"role": "user", "content": text}]} if number % 3 == 2 else {"prompt": text}
         return self.ask(path, body)
 
+    def word(self, number):
+        return self.ask("tokenize", {"prompt": "".join(random.Random(number).choices(string.ascii_letters, k=63_000))})
+
+    def messages(self, number):
+        messages = [{"role": "user", "content": "fill"}] + [{"role": "user", "content": "a"}] * 11_999
+        return self.ask("v1/chat/completions", {"messages": messages, "max_tokens": 1})
+
     def template(self, number):
         return self.ask("v1/chat/completions", {"messages": [{"role": "user", "content": "hang"}], "max_tokens": 1})
 
@@ -141,10 +166,13 @@ class Attacker:
 
 
 def waits(attacker):
-    """Seconds that a short completion takes, with its answer."""
-    start = time.perf_counter()
-    status = attacker.ask("v1/completions", {"prompt": "Once", "max_tokens": 1})
-    return time.perf_counter() - start, status
+    """The most seconds that another client waits, and the status, the largest unless one is 0, of its answers."""
+    longest, statuses = 0, set()
+    for path, body in OTHERS:
+        start = time.perf_counter()
+        statuses.add(attacker.ask(path, body))
+        longest = max(longest, time.perf_counter() - start)
+    return longest, min(statuses) and max(statuses)
 
 
 def under(attacker, attack, attackers=32, seconds=SECONDS):
@@ -217,13 +245,14 @@ def main():
             threads = num_threads(process)
             figures["alone"] = max(waits(attacker)[0] for _ in range(5))
             attacks = {
-                "A1 bodies": attacker.announced, "A1 values": attacker.values, "A2 answers": attacker.large,
-                "A3 prompts": attacker.long,
-                "A3 choices": attacker.choices, "A4 texts": attacker.text, "A5 templates": attacker.template,
+                "A1 bodies": attacker.announced, "A1 values": attacker.values, "A1 arguments": attacker.arguments,
+                "A2 answers": attacker.large, "A3 prompts": attacker.long, "A3 choices": attacker.choices,
+                "A4 texts": attacker.text, "A4 words": attacker.word, "A5 templates": attacker.template,
+                "A5 messages": attacker.messages,
             }
             figures["waits"] = {}
             for name, attack in attacks.items():
-                longest, bad = under(attacker, attack)
+                longest, bad = under(attacker, attack, 600 if name == "A4 words" else 32)
                 figures["waits"][name] = longest
                 print(f"{name}: {longest:.2f} s", file=sys.stderr)
                 if longest > WAIT or bad:
@@ -236,6 +265,14 @@ def main():
                 faults.append(f"silent connections: another client waits {figures['waits']['A1 connections']:.1f} s")
             for stream in silent:
                 stream.close()
+            body = {"prompt": "a", "max_tokens": context - 8, "ignore_eos": True}
+            waiting = [attacker.connect(attacker.post("v1/completions", body)) for _ in range(1030)]
+            figures["waits"]["A1 answers"], status = waits(attacker)
+            if figures["waits"]["A1 answers"] > WAIT or status not in (200, 503):
+                faults.append(f"all wait for answers: another client waits {figures['waits']['A1 answers']:.1f} s")
+            for stream in waiting:
+                stream.close()
+            idle(address)
             figures["left"] = 0
             for number in range(8):
                 attacker.left(number)
@@ -243,8 +280,12 @@ def main():
             if figures["left"] > LEAVE:
                 faults.append(f"A6: the places of a client that left are taken for {figures['left']:.1f} s")
 
-            # Each chat takes its two seconds. Many values leave free memory in the arenas of the threads that read them.
-            apart = (attacker.template, attacker.values)
+            figures["most"] = resident(process, "VmHWM")
+            if figures["most"] > MOST:
+                faults.append(f"the memory reaches {figures['most'] / 1e9:.1f} GB")
+
+            # Chats take their two seconds. Many values leave free memory in the arenas of the threads that read them.
+            apart = (attacker.template, attacker.messages, attacker.values, attacker.arguments)
             mixed = [attack for attack in attacks.values() if attack not in apart] * 5
             mixed += [attacker.left] * 5 + [attacker.template]
             memory, lock, order = [], threading.Lock(), random.Random(0)

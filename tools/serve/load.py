@@ -73,11 +73,11 @@ class Client:
         return tokens, times
 
 
-def resident(process):
-    """Bytes of a process's memory."""
+def resident(process, name="VmRSS"):
+    """Bytes of a process's memory, or the most that it has had (VmHWM)."""
     with open(f"/proc/{process.pid}/status") as status:
         for line in status:
-            if line.startswith("VmRSS:"):
+            if line.startswith(name + ":"):
                 return int(line.split()[1]) * 1024
     raise RuntimeError("/proc does not tell the memory")
 

@@ -75,6 +75,7 @@ impl Default for Metrics {
         let help_of_cached = "Tokens of prompts that an earlier prompt had left in the cache";
         let help_of_preempted = "Sequences that gave up their blocks to be computed again";
         let help_of_heads = "Share of the layer's heads that a token computes";
+        let help_of_latency = "Time between two tokens of a sequence";
         let help_of_late = "Sequences that were given up at --request-timeout";
         // In the order of the text.
         Metrics {
@@ -92,11 +93,7 @@ impl Default for Metrics {
             cached_tokens: metric(to, "prompt_tokens_cached", help_of_cached),
             generated_tokens: metric(to, "generation_tokens", "Tokens generated"),
             first_token: times(to, "time_to_first_token", "Time from a request to its first token"),
-            between_tokens: times(
-                to,
-                "inter_token_latency",
-                "Time between two tokens of a sequence",
-            ),
+            between_tokens: times(to, "inter_token_latency", help_of_latency),
             registry: all,
         }
     }

@@ -96,20 +96,19 @@ fn describe(arguments: &Arguments, model: &NamedModel, engine: Handle) -> anyhow
 }
 
 fn checkpoint(model: &NamedModel) -> Checkpoint {
-    let layers = 0..model.config.num_hidden_layers;
-    let layers = layers.map(|layer| heads(&model.config, layer)).collect();
+    let (config, heads) = (&model.config, model.config.num_attention_heads);
+    let describe = |layer| {
+        let of_layer = config.layer_heads(layer);
+        let shared = (0..heads).filter(|&head| of_layer.shared.contains(head)).collect();
+        LayerDescription { heads, active: of_layer.active(), shared }
+    };
+    let layers = (0..config.num_hidden_layers).map(describe).collect();
     Checkpoint { step: step(model), layers }
 }
 
 /// The step of the checkpoint, if the model is one of a run.
 fn step(model: &NamedModel) -> Option<u64> {
     model.checkpoint().map(|checkpoint| checkpoint.step)
-}
-
-fn heads(config: &ModelConfig, layer: usize) -> LayerDescription {
-    let (of_layer, heads) = (config.layer_heads(layer), config.num_attention_heads);
-    let shared = (0..heads).filter(|&head| of_layer.shared.contains(head)).collect();
-    LayerDescription { heads, active: of_layer.active(), shared }
 }
 
 /// The chat template of the tokenizer, if it has one; one that is no Jinja is an error.
@@ -357,7 +356,7 @@ fn start(
             "finishing the answers that were begun; again to end without them"
         ));
         // Before the engine's queue loses its last handle.
-        let active = served.engine.active();
+        let active = Arc::clone(&served.engine.active);
         let _ = std::thread::Builder::new().spawn(move || end_when_idle(&active));
         let _ = stop.send(());
     })?;

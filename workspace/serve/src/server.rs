@@ -1,16 +1,17 @@
 //! Connections, within limits: of their number, of the size of a request's head, and of the times in which it arrives and
 //! in which an answer is taken. Where there is no place for one more, those that have waited longest for their clients
-//! make room. A client that has left is noticed, whatever it has sent before.
+//! make room; as some always do, requests that are answered have places too, and where there is none the client is told to
+//! come again. A client that has left is noticed, whatever it has sent before.
 
 mod held;
 mod writing;
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::body::Body;
+use axum::http::StatusCode;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::{Service as _, service_fn};
@@ -22,6 +23,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::AbortHandle;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 use writing::{Writing, has_closed, has_sent_much};
+
+use crate::api::ApiError;
 
 pub use held::Held;
 
@@ -35,22 +38,37 @@ const MAX_HEADERS: usize = 64;
 const PAUSE: Duration = Duration::from_millis(100);
 /// The time after which a connection that waits for its client makes room with others.
 const MIN_WAIT: Duration = Duration::from_secs(1);
+/// The share of the connections that is not answered, so that they can make room: one of so many.
+const NOT_ANSWERED: usize = 16;
 /// The time between two looks whether a client has left.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// What a connection does: it waits for its client, or the client for an answer.
+/// What a connection does: it waits for its client, or the client for an answer, which has one of the places.
 #[derive(Debug)]
-pub struct Phase(Mutex<Option<Instant>>);
+pub struct Phase {
+    since: Mutex<Option<Instant>>,
+    places: Arc<Semaphore>,
+}
 
 impl Phase {
     fn waits_since(&self) -> MutexGuard<'_, Option<Instant>> {
         // A value is replaced whole: a panic leaves no half of one.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.since.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A request has arrived, which is answered now.
-    pub fn answers(&self) {
+    ///
+    /// # Errors
+    /// Fails if as many others are answered as may be.
+    pub fn answers(&self) -> Result<(), ApiError> {
+        let place = self.places.try_acquire().map_err(|_| {
+            let message = "as many clients wait for answers as may: ask again later";
+            ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message)
+        })?;
+        // Until the end of the answer.
+        place.forget();
         *self.waits_since() = None;
+        Ok(())
     }
 }
 
@@ -59,32 +77,25 @@ struct Answered(Arc<Phase>);
 
 impl Drop for Answered {
     fn drop(&mut self) {
-        *self.0.waits_since() = Some(Instant::now());
+        if self.0.waits_since().replace(Instant::now()).is_none() {
+            self.0.places.add_permits(1);
+        }
     }
 }
 
-#[derive(Default)]
-struct Connections(Mutex<BTreeMap<u64, (Arc<Phase>, AbortHandle)>>);
+/// The connections, some of which may have ended.
+type Connections = Vec<(Arc<Phase>, AbortHandle)>;
 
-impl Connections {
-    fn open(&self) -> MutexGuard<'_, BTreeMap<u64, (Arc<Phase>, AbortHandle)>> {
-        // A panic leaves an entry in it or not.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Closes a quarter of the connections that wait for their clients, those that have waited longest; where none has
-    /// waited for [`MIN_WAIT`], the one that has waited longest.
-    fn make_room(&self) {
-        let open = self.open();
-        let since = open
-            .values()
-            .filter_map(|(phase, task)| Some((*phase.waits_since())?).map(|it| (it, task)));
-        let mut waiting: Vec<_> = since.collect();
-        waiting.sort_by_key(|(since, _)| *since);
-        let long = waiting.partition_point(|(since, _)| since.elapsed() >= MIN_WAIT);
-        let count = long.div_ceil(4).max(1);
-        waiting.into_iter().take(count).for_each(|(_, task)| task.abort());
-    }
+/// Closes a quarter of the connections that wait for their clients, those that have waited longest; where none has
+/// waited for [`MIN_WAIT`], the one that has waited longest.
+fn make_room(connections: &Connections) {
+    let since =
+        connections.iter().filter_map(|(phase, task)| Some(((*phase.waits_since())?, task)));
+    let mut waiting: Vec<_> = since.collect();
+    waiting.sort_by_key(|(since, _)| *since);
+    let long = waiting.partition_point(|(since, _)| since.elapsed() >= MIN_WAIT);
+    let count = long.div_ceil(4).max(1);
+    waiting.into_iter().take(count).for_each(|(_, task)| task.abort());
 }
 
 /// Serves `app` until `stop` is done, and then finishes what was begun.
@@ -95,10 +106,13 @@ pub async fn serve(
     stop: impl Future<Output = ()>,
 ) {
     let places = Arc::new(Semaphore::new(max_connections));
-    let connections = Arc::new(Connections::default());
+    let answers = max_connections - max_connections.div_ceil(NOT_ANSWERED);
+    let answers = Arc::new(Semaphore::new(answers.max(1)));
+    let mut connections = Connections::new();
     let graceful = GracefulShutdown::new();
     let mut stop = std::pin::pin!(stop);
-    for number in 0.. {
+    loop {
+        connections.retain(|(_, task)| !task.is_finished());
         let accepted = tokio::select! {
             accepted = accept(&listener, &places, &connections) => accepted,
             () = &mut stop => break,
@@ -106,7 +120,8 @@ pub async fn serve(
         let Some((stream, place)) = accepted else { continue };
         // A token is sent as soon as it is there; without this option it waits for the next one.
         let _ = stream.set_nodelay(true);
-        let phase = Arc::new(Phase(Mutex::new(Some(Instant::now()))));
+        let since = Mutex::new(Some(Instant::now()));
+        let phase = Arc::new(Phase { since, places: Arc::clone(&answers) });
         let (inner, of_requests) = (TowerToHyperService::new(app.clone()), Arc::clone(&phase));
         let service = service_fn(move |mut request: hyper::Request<Incoming>| {
             request.extensions_mut().insert(Arc::clone(&of_requests));
@@ -129,12 +144,8 @@ pub async fn serve(
             .max_headers(MAX_HEADERS)
             .serve_connection(TokioIo::new(stream), service);
         let connection = graceful.watch(connection);
-        let others = Arc::clone(&connections);
-        // Before the task can remove its entry.
-        let mut open = connections.open();
         let task = tokio::spawn(async move {
             let _place = place;
-            let _entry = Entry { connections: others, number };
             let mut connection = std::pin::pin!(connection);
             let mut look = interval(LOOK);
             look.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -147,22 +158,10 @@ pub async fn serve(
                 }
             }
         });
-        open.insert(number, (phase, task.abort_handle()));
+        connections.push((phase, task.abort_handle()));
     }
     drop(listener);
     graceful.shutdown().await;
-}
-
-/// A connection among the open ones.
-struct Entry {
-    connections: Arc<Connections>,
-    number: u64,
-}
-
-impl Drop for Entry {
-    fn drop(&mut self) {
-        self.connections.open().remove(&self.number);
-    }
 }
 
 /// The next connection, and its place.
@@ -173,7 +172,7 @@ async fn accept(
 ) -> Option<(TcpStream, OwnedSemaphorePermit)> {
     let Ok((stream, _)) = listener.accept().await else {
         // Of one connection, or of too many open files.
-        connections.make_room();
+        make_room(connections);
         tokio::time::sleep(PAUSE).await;
         return None;
     };
@@ -181,7 +180,7 @@ async fn accept(
         if let Ok(place) = Arc::clone(places).try_acquire_owned() {
             return Some((stream, place));
         }
-        connections.make_room();
+        make_room(connections);
         if let Ok(place) = timeout(PAUSE, Arc::clone(places).acquire_owned()).await {
             return Some((stream, place.ok()?));
         }

@@ -17,11 +17,12 @@ use crate::server::Phase;
 
 /// Bytes of a body at most: more than the text of any context.
 const MAX_BYTES: usize = 8 << 20;
-/// Values of a body at most, an object counting as several.
-const MAX_VALUES: usize = 1 << 19;
+/// Values of a body at most, a list or an object counting as several.
+const MAX_VALUES: usize = 1 << 20;
 /// Bytes of memory of a value, roughly, beside its text.
 const VALUE_BYTES: usize = 64;
-/// Values that take as much memory as an object does with its first entries.
+/// Values that take as much memory as a list, or an object, does with its first entries.
+const LIST_VALUES: usize = 5;
 const OBJECT_VALUES: usize = 6;
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 /// The time in which [`LONG_BYTES`] more of a long body have to arrive, or find room.
@@ -39,34 +40,25 @@ impl<S: Sync> FromRequest<S> for Fields {
     async fn from_request(request: Request, _: &S) -> Result<Self, ApiError> {
         let phase = request.extensions().get::<Arc<Phase>>().cloned();
         let body = request.into_body();
-        check_length(&body, MAX_BYTES)?;
-        let (bytes, room) = read(body, MAX_BYTES, PART_TIMEOUT).await?;
+        let (bytes, room) = read(body, PART_TIMEOUT).await?;
         if let Some(phase) = phase {
-            phase.answers();
+            phase.answers()?;
         }
         off_thread(Kind::Body, bytes.len(), move || Fields::parse(&bytes, room)).await
     }
 }
 
-/// Refuses a body that says that it is longer.
-fn check_length(body: &Body, most: usize) -> Result<(), ApiError> {
-    match body.size_hint().lower() > most as u64 {
-        true => Err(too_long(most)),
-        false => Ok(()),
-    }
-}
-
-fn too_long(most: usize) -> ApiError {
-    let message = format!("the body is longer than {most} bytes");
+fn too_long() -> ApiError {
+    let message = format!("the body is longer than {MAX_BYTES} bytes");
     ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message)
 }
 
-async fn read(
-    body: Body,
-    most: usize,
-    part_timeout: Duration,
-) -> Result<(Vec<u8>, Room), ApiError> {
-    let (mut bytes, mut values, mut room) = (Vec::new(), Values::default(), Room::None);
+async fn read(body: Body, part_timeout: Duration) -> Result<(Vec<u8>, Room), ApiError> {
+    // It may say that it is longer.
+    if body.size_hint().lower() > MAX_BYTES as u64 {
+        return Err(too_long());
+    }
+    let (mut bytes, mut values, mut room) = (Vec::new(), 0, Room::None);
     let mut stream = body.into_data_stream();
     let end = Instant::now() + READ_TIMEOUT;
     let (mut last, mut part_end) = (0, end);
@@ -79,16 +71,16 @@ async fn read(
         let part = part.map_err(|error| {
             ApiError::invalid(format!("the body cannot be read: {error}"), None)
         })?;
-        if bytes.len() + part.len() > most {
-            return Err(too_long(most));
+        if bytes.len() + part.len() > MAX_BYTES {
+            return Err(too_long());
         }
         bytes.extend_from_slice(&part);
-        values.add(&part);
-        if values.count > MAX_VALUES {
+        values += values_in(&part);
+        if values > MAX_VALUES {
             let message = format!("the body has more than {MAX_VALUES} values: divide it");
             return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message));
         }
-        let memory = bytes.len() + values.count * VALUE_BYTES;
+        let memory = bytes.len() + values * VALUE_BYTES;
         let needed = memory.saturating_sub(LONG_BYTES).div_ceil(1 << 10);
         let more = needed - room.as_ref().map_or(0, SemaphorePermit::num_permits);
         if more > 0 {
@@ -109,27 +101,16 @@ async fn read(
     }
 }
 
-/// The number of values in the JSON text that has arrived, or somewhat more.
-#[derive(Debug, Default)]
-struct Values {
-    count: usize,
-    in_string: bool,
-    is_escaped: bool,
-}
-
-impl Values {
-    fn add(&mut self, text: &[u8]) {
-        for &byte in text {
-            match (self.in_string, byte) {
-                (true, _) if self.is_escaped => self.is_escaped = false,
-                (true, b'\\') => self.is_escaped = true,
-                (_, b'"') => self.in_string = !self.in_string,
-                (false, b',' | b'[') => self.count += 1,
-                (false, b'{') => self.count += OBJECT_VALUES,
-                _ => {}
-            }
-        }
-    }
+/// The number of JSON values in a part of a body, or more: those in texts count too, as the arguments of a tool call are
+/// JSON in a text.
+fn values_in(part: &[u8]) -> usize {
+    let count = |byte: &u8| match byte {
+        b',' => 1,
+        b'[' => LIST_VALUES,
+        b'{' => OBJECT_VALUES,
+        _ => 0,
+    };
+    part.iter().map(count).sum()
 }
 
 #[cfg(test)]
@@ -141,46 +122,38 @@ mod tests {
     const SHORT: Duration = Duration::from_millis(50);
 
     #[tokio::test]
-    async fn a_body_is_read_up_to_its_limit() {
-        assert_eq!(read(Body::from("12345"), 5, SHORT).await.unwrap().0, b"12345");
-        let error = read(Body::from("123456"), 5, SHORT).await.unwrap_err();
+    async fn a_body_is_read_up_to_its_limit_and_reserves_what_has_arrived() {
+        let longest = vec![b'1'; MAX_BYTES];
+        assert_eq!(read(Body::from(longest.clone()), SHORT).await.unwrap().0, longest);
+        let error = read(Body::from([&longest[..], b"1"].concat()), SHORT).await.unwrap_err();
         assert_eq!(error.to_json()["error"]["code"], 413);
-        assert_eq!(check_length(&Body::from("123456"), 5), Err(error.clone()));
-        assert_eq!(check_length(&Body::from("12345"), 5), Ok(()));
         // Without a length.
-        let parts = ["123", "456"].map(Ok::<_, Infallible>);
+        let parts = [longest, b"1".to_vec()].map(Ok::<_, Infallible>);
         let endless = Body::from_stream(tokio_stream::iter(parts));
-        assert_eq!(read(endless, 5, SHORT).await.unwrap_err(), error);
-    }
+        assert_eq!(read(endless, SHORT).await.unwrap_err(), error);
 
-    #[tokio::test]
-    async fn a_body_has_a_limited_number_of_values() {
-        let mut values = Values::default();
-        for part in [&br#"{"a": [1, "\"#[..], br#"",[", {}]}"#] {
-            values.add(part);
-        }
-        assert_eq!(values.count, 2 * OBJECT_VALUES + 3);
-        // Refused before it takes any room.
-        let list = Body::from("1,".repeat(MAX_VALUES + 1));
-        let error = read(list, MAX_BYTES, SHORT).await.unwrap_err();
-        assert_eq!(error.status, StatusCode::PAYLOAD_TOO_LARGE);
-    }
-
-    #[tokio::test]
-    async fn bodies_reserve_what_has_arrived_of_them() {
         let stalled = |bytes: usize| {
             let begin = tokio_stream::once(Ok::<_, Infallible>(vec![b' '; bytes]));
             Body::from_stream(begin.chain(tokio_stream::pending()))
         };
         // Those of which little has come leave all the room.
         let all = ROOM_KIB.available_permits();
-        let open = tokio::spawn(read(stalled(LONG_BYTES), MAX_BYTES, SHORT));
+        let open = tokio::spawn(read(stalled(LONG_BYTES), SHORT));
         // A long one has to go on, and gives its room back.
-        let long = tokio::spawn(read(stalled(LONG_BYTES + 5000), MAX_BYTES, SHORT));
+        let long = tokio::spawn(read(stalled(LONG_BYTES + 5000), SHORT));
         tokio::task::yield_now().await;
         assert_eq!(ROOM_KIB.available_permits(), all - 5);
         let error = long.await.unwrap().unwrap_err();
         assert_eq!((error.status.as_u16(), ROOM_KIB.available_permits()), (408, all));
         open.abort();
+    }
+
+    #[tokio::test]
+    async fn a_body_has_a_limited_number_of_values() {
+        assert_eq!(values_in(br#"{"a": [1, "[2,3]", {}]}"#), 2 * (OBJECT_VALUES + LIST_VALUES) + 3);
+        // Refused before it takes any room.
+        let list = Body::from("1,".repeat(MAX_VALUES + 1));
+        let error = read(list, SHORT).await.unwrap_err();
+        assert_eq!(error.status, StatusCode::PAYLOAD_TOO_LARGE);
     }
 }

@@ -3,9 +3,7 @@
 use std::fmt::Display;
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::body::Body;
@@ -20,11 +18,9 @@ const WAITING_EVENTS: usize = 64;
 /// The time in which a client has to take one of them.
 const SEND_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Sends events, and none after the last one.
 #[derive(Debug, Clone)]
-pub(super) struct EventSender {
-    sender: Sender<Bytes>,
-    is_done: Arc<AtomicBool>,
-}
+pub(super) struct EventSender(Sender<Option<Bytes>>);
 
 /// The client has left, or takes no more.
 #[derive(Debug)]
@@ -33,47 +29,38 @@ pub(super) struct Disconnected;
 /// A sender of events, and the answer that has them.
 pub(super) fn events() -> (EventSender, Response) {
     let (sender, receiver) = channel(WAITING_EVENTS);
-    let is_done = Arc::new(AtomicBool::new(false));
-    let body = EventStream { receiver, is_done: Arc::clone(&is_done) };
+    let body = Body::from_stream(EventStream(receiver));
     let headers = [(CONTENT_TYPE, "text/event-stream; charset=utf-8"), (CACHE_CONTROL, "no-cache")];
-    (EventSender { sender, is_done }, (headers, Body::from_stream(body)).into_response())
+    (EventSender(sender), (headers, body).into_response())
 }
 
 impl EventSender {
     /// Sends an event with JSON.
     pub async fn send(&self, data: &impl Display) -> Result<(), Disconnected> {
-        let event = Bytes::from(format!("data: {data}\n\n"));
-        self.sender.send_timeout(event, SEND_TIMEOUT).await.map_err(|_| Disconnected)
+        let event = Some(Bytes::from(format!("data: {data}\n\n")));
+        self.0.send_timeout(event, SEND_TIMEOUT).await.map_err(|_| Disconnected)
     }
 
     /// Sends the event after the last one.
     pub async fn done(&self) -> Result<(), Disconnected> {
         self.send(&"[DONE]").await?;
-        self.is_done.store(true, Ordering::Relaxed);
-        Ok(())
+        self.0.send_timeout(None, SEND_TIMEOUT).await.map_err(|_| Disconnected)
     }
 
     /// Waits until the client has left.
     pub async fn closed(&self) {
-        self.sender.closed().await;
+        self.0.closed().await;
     }
 }
 
 /// The events as a body. One that ends before its last event breaks off, so that nobody takes it for whole.
-struct EventStream {
-    receiver: Receiver<Bytes>,
-    is_done: Arc<AtomicBool>,
-}
+struct EventStream(Receiver<Option<Bytes>>);
 
 impl Stream for EventStream {
     type Item = io::Result<Bytes>;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        match self.receiver.poll_recv(context) {
-            Poll::Ready(None) if !self.is_done.swap(true, Ordering::Relaxed) => {
-                Poll::Ready(Some(Err(io::ErrorKind::ConnectionAborted.into())))
-            }
-            polled => polled.map(|event| event.map(Ok)),
-        }
+        let event = ready!(self.0.poll_recv(context));
+        Poll::Ready(event.ok_or(io::ErrorKind::ConnectionAborted.into()).transpose())
     }
 }

@@ -88,10 +88,8 @@ impl Fields {
             None => Ok(self.room),
             Some((name, _)) => {
                 let shown: String = name.chars().take(100).collect();
-                Err(ApiError::invalid(
-                    format!("{shown} is not supported: leave it out"),
-                    Some(&shown),
-                ))
+                let message = format!("{shown} is not supported: leave it out");
+                Err(ApiError::invalid(message, Some(&shown)))
             }
         }
     }

@@ -1,17 +1,21 @@
 //! From a request's prompts to its choices, at once or as a stream; completions and chats differ in the JSON alone.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use axum::body::Body;
-use axum::http::StatusCode;
+use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
 use super::choice::{ChoiceEvent, ChoiceReader, WholeChoice};
 use super::events::{Disconnected, EventSender, events};
-use super::memory::reserve;
+use super::memory::{reserve, shrink};
 use super::sampling::GenerationOptions;
+use super::work::failed;
 use super::{ApiError, Served};
 use crate::engine::{Events, Request};
 use crate::server::Held;
@@ -90,7 +94,7 @@ impl Usage {
 
 impl<F: Format> Generation<F> {
     pub async fn answer(self) -> Result<Response, ApiError> {
-        let memory = reserve(self.bytes())?;
+        let mut memory = reserve(self.bytes())?;
         let submitted = self.served.engine.submit(self.requests());
         let choices = submitted.inspect_err(|_| {
             self.served.metrics.refused.inc();
@@ -102,7 +106,9 @@ impl<F: Format> Generation<F> {
             tokio::spawn(stream(generation, choices, sender));
             response
         } else {
-            axum::Json(whole(generation, choices).await?).into_response()
+            let text = whole(generation, choices).await?;
+            memory = shrink(memory, text.len());
+            ([(CONTENT_TYPE, "application/json")], text).into_response()
         };
         Ok(response.map(|body| Body::new(Held::new(body, memory))))
     }
@@ -169,11 +175,21 @@ impl<F: Format> Generation<F> {
     }
 
     /// An answer, or a part of a stream, with its choices.
-    fn body(&self, object: &str, choices: &Value) -> Value {
-        json!({
-            "id": self.id, "object": object, "created": self.created, "model": self.served.name,
-            "choices": choices,
-        })
+    fn body(&self, object: &str, choices: &[impl Serialize], usage: Option<Value>) -> String {
+        #[derive(Serialize)]
+        struct Answer<'a, C> {
+            id: &'a str,
+            object: &'a str,
+            created: u64,
+            model: &'a str,
+            choices: &'a [C],
+            #[serde(skip_serializing_if = "Option::is_none")]
+            usage: Option<Value>,
+        }
+        let (id, created, model) = (&self.id, self.created, &self.served.name);
+        // Maps in it have texts as keys.
+        serde_json::to_string(&Answer { id, object, created, model, choices, usage })
+            .unwrap_or_default()
     }
 }
 
@@ -181,40 +197,36 @@ impl<F: Format> Generation<F> {
 async fn whole<F: Format>(
     generation: Arc<Generation<F>>,
     choices: Vec<Events>,
-) -> Result<Value, ApiError> {
+) -> Result<String, ApiError> {
     let mut tasks = JoinSet::new();
     for (index, events) in choices.into_iter().enumerate() {
         let generation = Arc::clone(&generation);
         tasks.spawn(async move {
             let choice = WholeChoice::read(generation.reader(index, events)).await?;
             let prompt = generation.prompt_of(index);
-            // Long lists of log-probabilities take time that the other clients' tasks should not wait for.
-            let whole = || generation.format.whole(&generation, prompt, &choice);
-            let mut fields = tokio::task::block_in_place(whole);
-            fields["index"] = index.into();
-            Ok::<_, ApiError>((index, fields, choice))
+            // Long lists of log-probabilities take time that the other clients' tasks should not wait for, and as values
+            // many times the memory of their text.
+            let text = tokio::task::block_in_place(|| {
+                let mut fields = generation.format.whole(&generation, prompt, &choice);
+                fields["index"] = index.into();
+                to_raw_value(&fields)
+            });
+            Ok::<_, ApiError>((index, text.map_err(|_| failed())?, choice))
         });
     }
     let mut usage = generation.prompt_usage();
-    let mut found = Vec::new();
+    let mut found: BTreeMap<usize, Box<RawValue>> = BTreeMap::new();
     // Dropping the tasks, when one of them fails or the client leaves, gives the other sequences up.
     while let Some(result) = tasks.join_next().await {
-        let (index, fields, choice) = result.unwrap_or_else(|_| Err(lost()))?;
+        let (index, text, choice) = result.unwrap_or_else(|_| Err(failed()))?;
         usage.generated += choice.tokens.len();
         if index.is_multiple_of(generation.options.choices) {
             usage.cached += choice.prompt.cached_tokens;
         }
-        found.push((index, fields));
+        found.insert(index, text);
     }
-    found.sort_by_key(|(index, _)| *index);
-    let choices = found.into_iter().map(|(_, fields)| fields).collect();
-    let mut body = generation.body(F::OBJECT, &choices);
-    body["usage"] = usage.to_json();
-    Ok(body)
-}
-
-fn lost() -> ApiError {
-    ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "the answer could not be put together")
+    let choices: Vec<_> = found.into_values().collect();
+    Ok(generation.body(F::OBJECT, &choices, Some(usage.to_json())))
 }
 
 /// Sends all choices as they are generated.
@@ -240,8 +252,7 @@ async fn stream<F: Format>(
         usage.cached += choice.cached;
     }
     if generation.options.include_usage {
-        let mut body = generation.body(F::PART, &json!([]));
-        body["usage"] = usage.to_json();
+        let body = generation.body(F::PART, &[(); 0], Some(usage.to_json()));
         if sender.send(&body).await.is_err() {
             return;
         }
@@ -261,10 +272,8 @@ async fn stream_choice<F: Format>(
     let mut usage = Usage::default();
     let send = async |mut choice: Value| {
         choice["index"] = index.into();
-        let mut body = generation.body(F::PART, &json!([choice]));
-        if generation.options.include_usage {
-            body["usage"] = Value::Null;
-        }
+        let usage = generation.options.include_usage.then_some(Value::Null);
+        let body = generation.body(F::PART, &[choice], usage);
         sender.send(&body).await
     };
     if let Some(choice) = generation.format.begin() {

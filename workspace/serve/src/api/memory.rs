@@ -1,4 +1,5 @@
-//! The memory of answers: bounded for each, and for all large ones together until they are sent.
+//! The memory of answers: bounded for each, and for all large ones together until they are sent. Whole answers take what
+//! they may take until they are texts, and then what their texts take.
 
 use axum::http::StatusCode;
 use tokio::sync::Semaphore;
@@ -32,6 +33,11 @@ pub(super) fn reserve(bytes: usize) -> Result<Room, ApiError> {
     })
 }
 
+/// The room of what is left of an answer.
+pub(super) fn shrink(room: Room, bytes: usize) -> Room {
+    room.and_then(|mut room| room.split(room.num_permits().min(bytes >> 10)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -44,7 +50,10 @@ mod tests {
         let error = reserve(SMALL_BYTES + 1024).unwrap_err();
         assert_eq!(error.status, StatusCode::TOO_MANY_REQUESTS);
         assert!(reserve(SMALL_BYTES).is_ok());
-        drop(two);
-        assert!(reserve(MAX_BYTES).is_ok());
+        let texts = two.map(|room| shrink(room, 2 << 20));
+        let room = reserve(MAX_BYTES).unwrap();
+        assert_eq!(ROOM_KIB.available_permits(), (256 - 4) << 10);
+        drop((texts, shrink(room, 2 * MAX_BYTES)));
+        assert_eq!(ROOM_KIB.available_permits(), 512 << 10);
     }
 }

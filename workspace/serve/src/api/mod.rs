@@ -48,10 +48,6 @@ pub fn routes(served: Arc<Served>, others: Router<Arc<Served>>) -> Router {
 }
 
 async fn no_path(uri: Uri) -> ApiError {
-    not_found(&uri)
-}
-
-fn not_found(uri: &Uri) -> ApiError {
     let shown: String = uri.path().chars().take(200).collect();
     ApiError::new(StatusCode::NOT_FOUND, format!("there is no path {shown}"))
 }

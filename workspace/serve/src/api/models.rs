@@ -11,7 +11,7 @@ use axum::http::{StatusCode, Uri};
 use axum::response::IntoResponse;
 use serde_json::{Value, json};
 
-use super::{ApiError, Served, not_found, unix_seconds};
+use super::{ApiError, Served, no_path, unix_seconds};
 
 pub(super) async fn models(State(served): State<Arc<Served>>) -> Json<Value> {
     Json(json!({ "object": "list", "data": [description(&served)] }))
@@ -23,7 +23,7 @@ pub(super) async fn model(
     name: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Value>, ApiError> {
     // One that is no UTF-8 is no model's.
-    let Path(name) = name.map_err(|_| not_found(&uri))?;
+    let Ok(Path(name)) = name else { return Err(no_path(uri).await) };
     served.check_model(Some(&name))?;
     Ok(Json(description(&served)))
 }

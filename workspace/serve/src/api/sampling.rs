@@ -86,15 +86,10 @@ fn sampling(fields: &mut Fields, served: &Served) -> Result<Sampling, ApiError> 
     const PENALTY: &str = "a number from -2 to 2";
     let is_penalty = |value: f64| (-2.0..=2.0).contains(&value);
     // 0 and -1 mean no limit, as in vLLM.
-    let top_k = fields.take::<i64>("top_k", "a whole number")?;
-    let top_k = match top_k {
+    let small = |_| ApiError::invalid("top_k must be at least 1, or -1", Some("top_k"));
+    let top_k = match fields.take::<i64>("top_k", "a whole number")? {
         None | Some(-1 | 0) => None,
-        Some(k) => match usize::try_from(k) {
-            Ok(k) => Some(k),
-            Err(_) => {
-                return Err(ApiError::invalid("top_k must be at least 1, or -1", Some("top_k")));
-            }
-        },
+        Some(k) => Some(usize::try_from(k).map_err(small)?),
     };
     let in_unit = |value: f64| (0.0..=1.0).contains(&value);
     let top_p =

@@ -111,15 +111,13 @@ impl Served {
             return Err(ApiError::invalid("prompt is an empty list", Some("prompt")));
         }
         let capacity = self.engine.capacity;
-        match prompts.checked_mul(choices).is_some_and(|count| count <= capacity) {
-            true => Ok(()),
-            false => {
-                let message = format!(
-                    "the request asks for more than the {capacity} choices that may wait: divide it"
-                );
-                Err(ApiError::invalid(message, Some("n")))
-            }
+        if prompts.checked_mul(choices).is_none_or(|count| count > capacity) {
+            let message = format!(
+                "the request asks for more than the {capacity} choices that may wait: divide it"
+            );
+            return Err(ApiError::invalid(message, Some("n")));
         }
+        Ok(())
     }
 
     /// Refuses to generate more tokens than the context has room for after a prompt.
@@ -145,17 +143,12 @@ impl Served {
 
     /// Refuses ids outside the vocabulary, which the field `name` gave.
     pub fn check_ids(&self, ids: &[u32], name: &str) -> Result<(), ApiError> {
-        match ids.iter().find(|&&id| id as usize >= self.vocab_size) {
-            None => Ok(()),
-            Some(id) => {
-                let vocabulary = self.vocab_size;
-                let token = self.tokenizer.token(*id);
-                let shown = token.map_or(String::new(), |token| format!(" ({token:?})"));
-                let message =
-                    format!("token id {id}{shown} is outside the vocabulary of {vocabulary} ids");
-                Err(ApiError::invalid(message, Some(name)))
-            }
-        }
+        let vocabulary = self.vocab_size;
+        let Some(id) = ids.iter().find(|&&id| id as usize >= vocabulary) else { return Ok(()) };
+        let token = self.tokenizer.token(*id);
+        let shown = token.map_or(String::new(), |token| format!(" ({token:?})"));
+        let message = format!("token id {id}{shown} is outside the vocabulary of {vocabulary} ids");
+        Err(ApiError::invalid(message, Some(name)))
     }
 
     /// The most tokens that can be generated after a prompt, which the field `name` gave.

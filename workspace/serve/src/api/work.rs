@@ -1,8 +1,10 @@
-//! Work that would keep the other clients waiting, on threads of its own. Work on less never waits for work on more, and what
+//! Work that would keep the other clients waiting, on threads of its own. Work on less overtakes work on more, and what
 //! may not end is given up after some time: its thread is left alone, and neither requests nor the program's end wait for
 //! it.
 
-use std::time::Duration;
+use std::cmp::Reverse;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use axum::http::StatusCode;
 use tokio::sync::{Semaphore, oneshot};
@@ -14,14 +16,15 @@ use super::ApiError;
 pub(super) const LONG_BYTES: usize = 64 << 10;
 /// Bytes from which it is not little.
 const SOME_BYTES: usize = 4 << 10;
-/// Little work that is done at the same time, some work, and long work of each kind.
-static LITTLE: Semaphore = Semaphore::const_new(4);
-static SOME: Semaphore = Semaphore::const_new(4);
-static LONG: [Semaphore; 2] = [Semaphore::const_new(1), Semaphore::const_new(1)];
-/// Work with a limit of its time that is done at the same time.
-static LIMITED: Semaphore = Semaphore::const_new(8);
-/// Threads with such work at most, those that were given up among them; one with much work counts as several.
-const THREADS: usize = 24;
+/// Places of little work, of some work, and of long work of each kind.
+static LITTLE: Places = Places::new(4);
+static SOME: Places = Places::new(4);
+static LONG: [Places; 2] = [Places::new(1), Places::new(1)];
+/// Time that work waits longer for each of its bytes than other work: a thousand times what a long word takes.
+const TURN_OF_BYTE: Duration = Duration::from_millis(1);
+/// Threads with work of which the time is limited, those that were given up among them; one with much work counts as
+/// several.
+const THREADS: usize = 8;
 static THREAD_PLACES: Semaphore = Semaphore::const_new(THREADS);
 /// The stack of a thread, of which only what is used takes memory: values of a template may be deep.
 const STACK_BYTES: usize = 1 << 28;
@@ -35,6 +38,52 @@ pub(super) enum Kind {
     Text,
 }
 
+/// Work that waits for a place, and its turn.
+type Waiting = (Instant, oneshot::Sender<Place>);
+
+/// Free places for work that is done at the same time, and what waits for one, the next one last.
+struct Places(Mutex<(usize, Vec<Waiting>)>);
+
+/// A place, until it is dropped.
+struct Place(&'static Places);
+
+impl Places {
+    const fn new(count: usize) -> Self {
+        Places(Mutex::new((count, Vec::new())))
+    }
+
+    /// A place for work on so many bytes, which work on less overtakes until it has waited long.
+    async fn acquire(&'static self, bytes: usize) -> Option<Place> {
+        let (sender, place) = oneshot::channel();
+        self.give(0, Some((Instant::now() + TURN_OF_BYTE * bytes as u32, sender)));
+        place.await.ok()
+    }
+
+    /// Adds free places and what waits for one, and gives places out.
+    fn give(&'static self, freed: usize, waits: Option<Waiting>) {
+        let (free, waiting) = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *free += freed;
+        waiting.retain(|(_, sender)| !sender.is_closed());
+        waiting.extend(waits);
+        waiting.sort_by_key(|(turn, _)| Reverse(*turn));
+        while *free > 0
+            && let Some((_, sender)) = waiting.pop()
+        {
+            match sender.send(Place(self)) {
+                Ok(()) => *free -= 1,
+                // Its client has left.
+                Err(place) => std::mem::forget(place),
+            }
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.give(1, None);
+    }
+}
+
 /// Does work on so many bytes.
 pub(super) async fn off_thread<R: Send + 'static>(
     kind: Kind,
@@ -46,7 +95,7 @@ pub(super) async fn off_thread<R: Send + 'static>(
         SOME_BYTES..LONG_BYTES => &SOME,
         _ => &LONG[kind as usize],
     };
-    let place = places.acquire().await.map_err(|_| failed())?;
+    let place = places.acquire(bytes).await.ok_or_else(failed)?;
     start(work, place)?.await.unwrap_or_else(|_| Err(failed()))
 }
 
@@ -61,8 +110,8 @@ pub(super) async fn within_limit<R: Send + 'static>(
             format!("{what} of other requests takes all the time for it: ask again later");
         ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message)
     };
-    let Ok(Ok(_place)) = timeout(LIMIT, LIMITED.acquire()).await else { return Err(busy()) };
-    let places = THREAD_PLACES.try_acquire_many(threads.min(THREADS) as u32).map_err(|_| busy())?;
+    let places = THREAD_PLACES.acquire_many(threads.min(THREADS) as u32);
+    let Ok(Ok(places)) = timeout(LIMIT, places).await else { return Err(busy()) };
     match timeout(LIMIT, start(work, places)?).await {
         Ok(done) => done.unwrap_or_else(|_| Err(failed())),
         Err(_) => {
@@ -89,7 +138,7 @@ fn start<R: Send + 'static>(
     Ok(done)
 }
 
-fn failed() -> ApiError {
+pub(super) fn failed() -> ApiError {
     ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "the request made the server fail")
 }
 
@@ -110,19 +159,36 @@ mod tests {
                 Ok(ends.lock().is_ok_and(|it| it.recv().is_ok()))
             }))
         };
-        // All places at first, and later all threads.
-        let first: Vec<_> = (0..THREADS / 2).map(|_| endless()).collect();
+        // They take all places, and as many more get none.
+        let tasks: Vec<_> = (0..THREADS).map(|_| endless()).collect();
         assert_eq!(off_thread(Kind::Text, 1, || Ok(1)).await, Ok(1));
         assert_eq!(off_thread(Kind::Body, LONG_BYTES, || Ok(2)).await, Ok(2));
         assert!(start.elapsed() < LIMIT);
-        for task in first {
+        for (number, task) in tasks.into_iter().enumerate() {
             let error = task.await.unwrap().unwrap_err();
-            assert!(matches!(error.status.as_u16(), 400 | 503), "{error:?}");
+            let expected = if number < THREADS / 2 { 400 } else { 503 };
+            assert_eq!(error.status, expected, "{error:?}");
         }
         assert!(start.elapsed() < 4 * LIMIT);
         drop(end);
         // Threads that were given up leave their places when they end.
         drop(THREAD_PLACES.acquire_many(THREADS as u32).await);
         assert_eq!(within_limit("it", 1, || Ok(3)).await, Ok(3));
+    }
+
+    #[tokio::test]
+    async fn work_on_less_overtakes_work_on_more() {
+        static PLACES: Places = Places::new(1);
+        let first = PLACES.acquire(1).await;
+        let works = [4_000, 63_000, 5_000].map(|bytes| tokio::spawn(PLACES.acquire(bytes)));
+        tokio::task::yield_now().await;
+        let [left, long, short] = works;
+        // One that has left keeps no place.
+        left.abort();
+        drop(first);
+        let place = short.await.unwrap();
+        assert!(!long.is_finished());
+        drop(place);
+        assert!(long.await.unwrap().is_some());
     }
 }

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Instant;
 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
@@ -70,7 +70,7 @@ pub struct Handle {
     sender: Sender<Submission>,
     waiting: Arc<AtomicUsize>,
     /// Sequences that wait or are computed.
-    active: Arc<AtomicUsize>,
+    pub active: Arc<AtomicUsize>,
     /// Sequences that may wait.
     pub capacity: usize,
     is_closed: Arc<AtomicBool>,
@@ -79,7 +79,7 @@ pub struct Handle {
 /// Receives requests in the engine.
 #[derive(Debug)]
 pub struct Inbox {
-    receiver: Receiver<Submission>,
+    pub(super) receiver: Receiver<Submission>,
     is_closed: Arc<AtomicBool>,
 }
 
@@ -166,21 +166,9 @@ impl Handle {
         Ok(groups.into_iter().map(submit).collect())
     }
 
-    /// The number of sequences that wait or are computed.
-    pub fn active(&self) -> Arc<AtomicUsize> {
-        Arc::clone(&self.active)
-    }
-
     /// Whether the engine has ended.
     pub fn is_closed(&self) -> bool {
         self.is_closed.load(Ordering::Relaxed)
-    }
-}
-
-impl Inbox {
-    /// The next request, if there is one within `patience`.
-    pub fn receive(&self, patience: Duration) -> Result<Submission, RecvTimeoutError> {
-        self.receiver.recv_timeout(patience)
     }
 }
 

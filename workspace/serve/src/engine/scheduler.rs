@@ -107,7 +107,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     /// Takes all that the queue has; false if there will be nothing more.
     pub fn take(&mut self, inbox: &Inbox, mut patience: Duration) -> bool {
         loop {
-            match inbox.receive(patience) {
+            match inbox.receiver.recv_timeout(patience) {
                 Ok(submission) => self.add(submission),
                 Err(error) => return error == RecvTimeoutError::Timeout,
             }

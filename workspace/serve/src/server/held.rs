@@ -1,32 +1,36 @@
-//! A body that keeps something until it is sent or given up, and is sent in pieces: hyper takes the next one when little is
-//! left of those before.
+//! A body that keeps something until all of it is sent or given up: whoever has bytes of it has that too.
 
 use std::pin::Pin;
-use std::task::{Context, Poll, ready};
+use std::sync::Arc;
+use std::task::{Context, Poll};
 
 use axum::body::{Body, Bytes, HttpBody};
 use hyper::body::{Frame, SizeHint};
 
-/// Bytes of a piece.
-const PIECE: usize = 64 << 10;
-
-/// A body, and what is dropped with it.
+/// A body, and what is dropped with the last of its bytes.
 #[derive(Debug)]
-pub struct Held<H> {
-    body: Body,
-    /// The rest of a frame.
-    rest: Bytes,
-    _held: H,
-}
+pub struct Held<H>(Body, Arc<H>);
 
 impl<H> Held<H> {
     /// Keeps `held` with a body.
     pub fn new(body: Body, held: H) -> Self {
-        Held { body, rest: Bytes::new(), _held: held }
+        Held(body, Arc::new(held))
     }
 }
 
-impl<H: Unpin> HttpBody for Held<H> {
+/// Bytes of such a body.
+struct Part<H> {
+    bytes: Bytes,
+    _held: Arc<H>,
+}
+
+impl<H> AsRef<[u8]> for Part<H> {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl<H: Send + Sync + 'static> HttpBody for Held<H> {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -34,30 +38,17 @@ impl<H: Unpin> HttpBody for Held<H> {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        if self.rest.is_empty() {
-            match ready!(Pin::new(&mut self.body).poll_frame(context)).transpose()? {
-                None => return Poll::Ready(None),
-                Some(frame) => match frame.into_data() {
-                    Ok(data) => self.rest = data,
-                    Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
-                },
-            }
-        }
-        let length = self.rest.len().min(PIECE);
-        Poll::Ready(Some(Ok(Frame::data(self.rest.split_to(length)))))
+        let Held(body, held) = &mut *self;
+        let part = |bytes| Bytes::from_owner(Part { bytes, _held: Arc::clone(held) });
+        Pin::new(body).poll_frame(context).map_ok(|frame| frame.map_data(part))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.rest.is_empty() && self.body.is_end_stream()
+        self.0.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        let (rest, mut hint) = (self.rest.len() as u64, self.body.size_hint());
-        if let Some(upper) = hint.upper() {
-            hint.set_upper(upper + rest);
-        }
-        hint.set_lower(hint.lower() + rest);
-        hint
+        self.0.size_hint()
     }
 }
 
@@ -68,20 +59,15 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_is_held_is_kept_until_the_last_piece_is_taken() {
-        let held = std::sync::Arc::new(());
-        let bytes: Vec<u8> = (0..2 * PIECE + 5).map(|i| i as u8).collect();
-        let body = Held::new(Body::from(bytes.clone()), std::sync::Arc::clone(&held));
-        assert_eq!(body.size_hint().exact(), Some(bytes.len() as u64));
+    async fn what_is_held_is_kept_until_the_last_byte_is_dropped() {
+        let held = Arc::new(());
+        let body = Held::new(Body::from("12"), Arc::clone(&held));
+        assert_eq!(body.size_hint().exact(), Some(2));
         let mut stream = Body::new(body).into_data_stream();
-        let mut taken = Vec::new();
-        for length in [PIECE, PIECE, 5] {
-            assert_eq!(std::sync::Arc::strong_count(&held), 2);
-            let piece = stream.next().await.unwrap().unwrap();
-            assert_eq!(piece.len(), length);
-            taken.extend(piece);
-        }
-        assert!(stream.next().await.is_none());
-        assert_eq!(taken, bytes);
+        let mut sent = stream.next().await.unwrap().unwrap();
+        drop(stream);
+        assert_eq!((sent.split_off(1), Arc::strong_count(&held)), (Bytes::from("2"), 2));
+        drop(sent);
+        assert_eq!(Arc::strong_count(&held), 1);
     }
 }

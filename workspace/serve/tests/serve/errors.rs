@@ -138,21 +138,6 @@ fn hostile_requests_do_not_harm_the_others() {
     let text = || server.texts(&json!({ "prompt": "w1 w2", "max_tokens": 5, "temperature": 0 }));
     let expected = text();
 
-    // Half-open: a head without an end, a body that does not come, and silence.
-    let mut open = Vec::new();
-    for start in
-        ["POST /v1/completions HTTP/1.1\r\n", "", "GET / HTTP/1.1\r\nHost: localhost\r\nX: "]
-    {
-        let mut stream = server.connect();
-        stream.write_all(start.as_bytes()).unwrap();
-        open.push(stream);
-    }
-    let mut stream = server.connect();
-    let head =
-        format!("POST /v1/completions HTTP/1.1\r\n{}Content-Length: 9\r\n\r\n{{", server.headers());
-    stream.write_all(head.as_bytes()).unwrap();
-    open.push(stream);
-
     let headers = server.headers();
     let post = format!("POST /v1/completions HTTP/1.1\r\n{headers}");
     let long = format!("{post}Content-Length: 1000000000\r\n\r\n{{");
@@ -175,9 +160,7 @@ fn hostile_requests_do_not_harm_the_others() {
 
     // A stream whose client reads nothing, and one that leaves.
     let body = json!({ "prompt": "w1 w2", "max_tokens": 60, "stream": true, "temperature": 0 });
-    for _ in 0..2 {
-        open.push(server.begin(&body));
-    }
+    let open = [(); 2].map(|()| server.begin(&body));
     assert_eq!(text(), expected);
     drop(open);
     server.wait_for("moh_requests_running", 0.0);
@@ -215,8 +198,9 @@ fn what_does_not_arrive_or_end_keeps_nobody_waiting() {
     let mut open = Vec::new();
     for number in 0..39 {
         let mut stream = server.connect();
-        let length = ["Content-Length: 8388608", "Transfer-Encoding: chunked"][number % 2];
-        stream.write_all(format!("{post}{length}\r\n\r\n").as_bytes()).unwrap();
+        let rest =
+            ["Content-Length: 8388608\r\n\r\n{", "Transfer-Encoding: chunked\r\n\r\n", "X: "];
+        stream.write_all(format!("{post}{}", rest[number % 3]).as_bytes()).unwrap();
         open.push(stream);
     }
     // The second time there are more connections than places.
@@ -257,8 +241,11 @@ fn a_key_is_required_where_there_is_one() {
     assert_eq!(with("Authorization: Bearer three\r\n"), 401);
     assert_eq!(with("Authorization: Bearer # four\r\n"), 401);
     assert_eq!(with("Authorization: Bearer one\r\n"), 200);
-    assert_eq!(with("Authorization: Bearer two\r\n"), 200);
-    assert_eq!(server.get("/health").status, 200);
+    assert_eq!(with("Authorization: bearer two \r\n"), 200);
+    assert_eq!(with("Authorization: one\r\n"), 401);
+    let open = ["/", "/health", "/metrics"].map(|path| server.get(path).status);
+    assert_eq!(open, [200, 200, 401]);
+    assert_eq!(server.raw(b"GET /metrics HTTP/1.0\r\nHost: example.org\r\n\r\n").status, 401);
 }
 
 #[test]
@@ -279,6 +266,19 @@ fn a_full_queue_asks_to_come_again() {
     // The places of a client that left are free as soon as the engine has seen it.
     let is_answered = || server.post("/v1/completions", &four(false)).status == 200;
     wait_until(PATIENCE, "an answer", is_answered);
+}
+
+#[test]
+fn a_client_is_refused_at_once_where_as_many_wait_for_answers_as_may() {
+    let (_dir, server) = served(&["--max-connections", "4", "--max-num-seqs", "1"]);
+    let long = json!({ "prompt": "w1", "n": 128, "max_tokens": 60, "ignore_eos": true });
+    let waiting = [(); 5].map(|()| server.begin(&long));
+    server.wait_until("moh_requests_waiting", |waiting| waiting > 256.0);
+    let ask = || server.post("/v1/completions", &json!({ "prompt": "w1", "max_tokens": 1 }));
+    let answer = ask();
+    assert_eq!((answer.status, answer.head.contains("retry-after: 1")), (503, true));
+    drop(waiting);
+    wait_until(PATIENCE, "an answer", || ask().status == 200);
 }
 
 #[test]
