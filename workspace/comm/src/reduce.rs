@@ -21,15 +21,14 @@ const BLOCK: usize = 1024;
 
 /// An element type and the type of its sums.
 trait Summand: Scalar {
-    type Wide: Copy + Zeroable;
+    type Wide: Copy + Zeroable + PartialOrd;
     fn widen(self) -> Self::Wide;
     fn narrow(wide: Self::Wide) -> Self;
     fn sum(a: Self::Wide, b: Self::Wide) -> Self::Wide;
-    fn max(a: Self::Wide, b: Self::Wide) -> Self::Wide;
 }
 
 macro_rules! summand {
-    ($($type:ty as $wide:ty: $widen:expr, $narrow:expr, $sum:expr, $max:expr;)*) => {
+    ($($type:ty as $wide:ty: $widen:expr, $narrow:expr, $sum:expr;)*) => {
         $(impl Summand for $type {
             type Wide = $wide;
             #[inline(always)]
@@ -44,10 +43,6 @@ macro_rules! summand {
             fn sum(a: $wide, b: $wide) -> $wide {
                 $sum(a, b)
             }
-            #[inline(always)]
-            fn max(a: $wide, b: $wide) -> $wide {
-                $max(a, b)
-            }
         })*
     };
 }
@@ -61,13 +56,13 @@ fn larger<T: PartialOrd>(a: T, b: T) -> T {
 }
 
 summand! {
-    f32 as f32: identity, identity, std::ops::Add::add, larger;
-    f64 as f64: identity, identity, std::ops::Add::add, larger;
-    f16 as f32: f16::to_f32, f16::from_f32, std::ops::Add::add, larger;
-    bf16 as f32: Element::to_f32, Element::from_f32, std::ops::Add::add, larger;
-    u32 as u32: identity, identity, u32::wrapping_add, Ord::max;
-    i16 as i16: identity, identity, i16::wrapping_add, Ord::max;
-    u8 as u8: identity, identity, u8::wrapping_add, Ord::max;
+    f32 as f32: identity, identity, std::ops::Add::add;
+    f64 as f64: identity, identity, std::ops::Add::add;
+    f16 as f32: f16::to_f32, f16::from_f32, std::ops::Add::add;
+    bf16 as f32: Element::to_f32, Element::from_f32, std::ops::Add::add;
+    u32 as u32: identity, identity, u32::wrapping_add;
+    i16 as i16: identity, identity, i16::wrapping_add;
+    u8 as u8: identity, identity, u8::wrapping_add;
 }
 
 /// Replaces `out` by the reduction over all ranks; `slice(rank)` is that rank's slice, or `None` if
@@ -109,7 +104,7 @@ fn reduce_of<'a, S: Summand>(
             match (rank, reduce) {
                 (0, _) => combine(sums, elements, |_, element| element),
                 (_, Reduce::Sum) => combine(sums, elements, S::sum),
-                (_, Reduce::Max) => combine(sums, elements, S::max),
+                (_, Reduce::Max) => combine(sums, elements, larger),
             }
         }
         for (out, &sum) in out[range].iter_mut().zip(&*sums) {

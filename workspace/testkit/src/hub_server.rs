@@ -76,16 +76,8 @@ fn is_large(path: &str) -> bool {
 }
 
 fn answer(mut stream: TcpStream, behaviour: &Mutex<Behaviour>, endpoint: &str) -> Option<()> {
-    let mut reader = BufReader::new(stream.try_clone().ok()?);
-    let mut lines = Vec::new();
-    loop {
-        let mut line = String::new();
-        reader.read_line(&mut line).ok()?;
-        match line.trim() {
-            "" => break,
-            line => lines.push(line.to_string()),
-        }
-    }
+    let lines = BufReader::new(stream.try_clone().ok()?).lines().map_while(Result::ok);
+    let lines: Vec<String> = lines.take_while(|line| !line.is_empty()).collect();
     let mut request = lines.first()?.split(' ');
     let (method, path) = (request.next()?.to_string(), request.next()?.to_string());
     let header = |wanted: &str| {
@@ -222,8 +214,7 @@ impl Behaviour {
         if let Some(page) = self.page {
             let number: usize =
                 query.split_once("cursor=").map_or(0, |(_, number)| number.parse().unwrap());
-            let rest = entries.split_off((number * page).min(entries.len()));
-            entries = rest;
+            entries = entries.split_off((number * page).min(entries.len()));
             if entries.len() > page {
                 entries.truncate(page);
                 let (path, _) = path.split_once('?').unwrap_or((path, ""));

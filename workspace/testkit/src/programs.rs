@@ -91,6 +91,27 @@ pub fn names(dir: &Path) -> Vec<String> {
     names
 }
 
+/// Copies a directory in which nothing changes meanwhile.
+pub fn copy_all(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        let target = to.join(path.file_name().unwrap());
+        match path.is_dir() {
+            true => copy_all(&path, &target),
+            false => drop(fs::copy(&path, target).unwrap()),
+        }
+    }
+}
+
+/// Changes a bit of the byte at a position, which may depend on the file's length.
+pub fn flip(path: &Path, position: impl Fn(usize) -> usize) {
+    let mut bytes = fs::read(path).unwrap();
+    let position = position(bytes.len());
+    bytes[position] ^= 1;
+    fs::write(path, bytes).unwrap();
+}
+
 /// The root of the repository, in which the examples of the help run.
 pub fn repository() -> PathBuf {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).canonicalize().unwrap()
@@ -186,11 +207,7 @@ pub fn write_moh(
         shared_heads: shared_heads.into(),
         routed_top_k: routed_top_k.into(),
     });
-    fs::create_dir(out).unwrap();
-    for entry in fs::read_dir(source).unwrap() {
-        let entry = entry.unwrap();
-        fs::copy(entry.path(), out.join(entry.file_name())).unwrap();
-    }
+    copy_all(source, out);
     let fields = file.to_json(&moh_model::ModelConfig { moh, ..file.config.clone() }, None);
     fs::write(out.join("config.json"), Value::Object(fields).to_string()).unwrap();
 }

@@ -169,8 +169,7 @@ fn an_input_that_changes_while_it_is_read_is_named_in_every_format() {
             options.memory = 10_000_000;
             options.sync_every = Duration::from_secs(3600);
             let done = prepare(options, &AtomicBool::new(false), &mut Change(Some(change)));
-            let text = done.unwrap_err().to_string();
-            assert!(text.contains(&format!("{name}: was changed while it was read")), "{text}");
+            moh_testkit::assert_refused(done, &format!("{name}: was changed while it was read"));
             assert_eq!(outputs(dir.path()), [] as [&str; 0]);
         }
     }

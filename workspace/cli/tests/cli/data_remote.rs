@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::PATIENCE;
 use moh_testkit::hub_server::{Behaviour, COMMIT, ID, Server};
 use moh_testkit::launcher::wait_until;
-use moh_testkit::programs::{exits, stderr, success};
+use moh_testkit::programs::{exits, read_json, stderr, success};
 use moh_testkit::small_tokenizer::{WORDS, write_tokenizer};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-data");
@@ -78,8 +78,7 @@ impl Place {
 
     /// The names of files that the token file `out` was made of, without the dataset's address.
     fn sources(&self) -> Vec<String> {
-        let text = fs::read(self.path("out.json")).unwrap();
-        let record: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        let record = read_json(&self.path("out.json"));
         let start = format!("hf://datasets/{ID}@{COMMIT}/");
         let sources = record["sources"].as_array().unwrap().iter();
         sources.map(|name| name.as_str().unwrap().replace(&start, "hub:")).collect()

@@ -8,10 +8,9 @@ use moh_kernels::Cpu;
 use moh_model::Generator;
 use moh_testkit::options::take_negative_numbers;
 use moh_testkit::programs::{
-    VOCABULARY, WORDS, edit_config, edit_weights, exits, failure, fixtures, program, success,
-    workplace, write_moh, write_tokenizer,
+    VOCABULARY, WORDS, edit_config, edit_weights, exits, failure, fixtures, program, read_json,
+    success, workplace, write_moh, write_tokenizer,
 };
-use serde_json::Value;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-generate");
 
@@ -275,8 +274,7 @@ fn a_gpu_is_refused_by_a_build_without() {
 #[ignore = "needs the fixtures beside the repository"]
 fn the_known_story_of_the_fixtures_is_told() {
     let fixtures = fixtures();
-    let bytes = fs::read(fixtures.join("vectors/greedy-stories260K.json")).unwrap();
-    let cases: Value = serde_json::from_slice(&bytes).unwrap();
+    let cases = read_json(&fixtures.join("vectors/greedy-stories260K.json"));
     let mut told = 0;
     for case in cases["cases"].as_array().unwrap() {
         let Some(text) = case["text"].as_str() else { continue };

@@ -3,6 +3,8 @@ use std::fs;
 use moh_hf::{ConfigFile, WeightFiles, write_random_model};
 use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD};
 use moh_model::{Active, HeadCounts, RouterKind};
+use moh_testkit::assert_refused;
+use moh_testkit::programs::{fixtures, read_json};
 use serde_json::{Value, json};
 
 use super::*;
@@ -46,7 +48,7 @@ fn verified(options: &ConversionOptions) -> Conversion {
 }
 
 fn config(dir: &Path) -> Value {
-    serde_json::from_str(&fs::read_to_string(dir.join("config.json")).unwrap()).unwrap()
+    read_json(&dir.join("config.json"))
 }
 
 #[test]
@@ -172,8 +174,7 @@ fn the_matrices_of_two_stage_routing_are_added_and_removed() {
     let attention = to(RouterKind::Linear);
     let out = dir.path().join("linear");
     let linear = ConversionOptions { attention, ..ConversionOptions::new(&source, &out) };
-    let message = go(&linear).unwrap_err().to_string();
-    assert!(message.contains("give a text, --calibration"), "{message}");
+    assert_refused(go(&linear), "give a text, --calibration");
     assert!(!out.exists());
 }
 
@@ -243,21 +244,18 @@ fn weights_that_are_not_finite_are_named_and_nothing_is_left() {
     let (dir, source) = place();
     let name = "model.layers.1.mlp.up_proj.weight";
     poke(&source, name, 7, f32::NAN);
-    let message =
-        go(&ConversionOptions::new(&source, dir.path().join("out"))).unwrap_err().to_string();
-    assert!(message.contains(&format!("{name} has a value that is not finite, at element 7")));
+    let refused = go(&ConversionOptions::new(&source, dir.path().join("out")));
+    assert_refused(refused, &format!("{name} has a value that is not finite, at element 7"));
     poke(&source, name, 7, 1e6);
     let options = ConversionOptions {
         dtype: Some(DType::F16),
         ..ConversionOptions::new(&source, dir.path().join("out"))
     };
-    let message = go(&options).unwrap_err().to_string();
-    assert!(message.contains("float16 cannot hold, at element 7"), "{message}");
+    assert_refused(go(&options), "float16 cannot hold, at element 7");
     poke(&source, name, 7, 1.0);
     poke(&source, EMBEDDING, 3, f32::INFINITY);
     let options = ConversionOptions { pad_vocab_to: Some(64), dtype: None, ..options };
-    let message = go(&options).unwrap_err().to_string();
-    assert!(message.contains("model.embed_tokens.weight has a value that is not finite"));
+    assert_refused(go(&options), "model.embed_tokens.weight has a value that is not finite");
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 }
 
@@ -294,11 +292,8 @@ fn a_conversion_that_fails_verification_replaces_nothing() {
         // The most significant byte of the last weight.
         *bytes.last_mut().unwrap() ^= 2;
         fs::write(weights, bytes).unwrap();
-        let message = conversion.verify(OpenDevice::Cpu).unwrap_err().to_string();
-        assert!(
-            message.contains(&format!("more than rounding to {expected} explains")),
-            "{message}"
-        );
+        let expected = format!("more than rounding to {expected} explains");
+        assert_refused(conversion.verify(OpenDevice::Cpu), &expected);
         drop(conversion);
         assert_eq!(fs::read(out.join("model.safetensors")).unwrap(), before);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
@@ -349,7 +344,7 @@ fn the_source_is_never_replaced() {
     let (dir, source) = place();
     for out in [source.clone(), dir.path().to_path_buf()] {
         let options = ConversionOptions { force: true, ..ConversionOptions::new(&source, out) };
-        assert!(go(&options).unwrap_err().to_string().contains("holds the source model"));
+        assert_refused(go(&options), "holds the source model");
     }
 }
 
@@ -417,8 +412,7 @@ fn counts_that_do_not_fit_are_refused() {
         (moh(&[8, 9, 8], None), "shared_heads of layer 1 = 9: the model has 8 heads"),
         (moh(&[8, 2, 4], top_k(&[0, 7, 0])), "routed_top_k of layer 1 = 7: must"),
     ] {
-        let message = attention.configure(&model).unwrap_err().to_string();
-        assert!(message.contains(expected), "{message}");
+        assert_refused(attention.configure(&model), expected);
     }
     let moh = moh(&[], top_k(&[3])).configure(&model).unwrap().unwrap();
     assert_eq!((moh.shared_heads, moh.routed_top_k), (4.into(), 3.into()));
@@ -430,7 +424,7 @@ fn counts_that_do_not_fit_are_refused() {
 fn the_fixtures_convert() {
     for name in ["stories260K", "stories260K-sharded-bf16", "tiny-h8kv2"] {
         let dir = tempfile::tempdir().unwrap();
-        let (source, out) = (moh_testkit::programs::fixtures().join(name), dir.path().join("out"));
+        let (source, out) = (fixtures().join(name), dir.path().join("out"));
         let receipt = go(&ConversionOptions::new(&source, &out)).unwrap();
         assert_eq!(receipt.num_unchanged(), receipt.tensors.len());
         for entry in fs::read_dir(&source).unwrap() {

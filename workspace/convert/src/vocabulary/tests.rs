@@ -1,3 +1,5 @@
+use moh_testkit::assert_refused;
+
 use super::*;
 use serde_json::{Value, json};
 
@@ -145,8 +147,7 @@ fn new_rows_are_means_and_padding_is_the_mean_of_all() {
     assert_eq!(row(&padding, 127), [1.0, 5.0 / 3.0]);
     assert!(Expansion::padding(256, 128).unwrap().is_identity());
     for multiple in [0, usize::MAX, 1 << 40] {
-        let message = Expansion::padding(3, multiple).unwrap_err().to_string();
-        assert!(message.contains("cannot be padded to a multiple"), "{message}");
+        assert_refused(Expansion::padding(3, multiple), "cannot be padded to a multiple");
     }
 }
 

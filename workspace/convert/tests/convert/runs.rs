@@ -6,7 +6,7 @@ use std::path::Path;
 
 use moh_hf::{ConfigFile, WeightFiles};
 use moh_kernels::{DType, ElementType};
-use moh_testkit::programs::read_json;
+use moh_testkit::programs::{flip, read_json};
 use moh_testkit::trained_run::{prepared, train};
 
 use crate::{converted, failure};
@@ -89,15 +89,7 @@ fn a_damaged_or_missing_checkpoint_leaves_no_model() {
     let dir = prepared();
     let place = dir.path();
     train(place, 1, |_| {});
-    let weights = fs::read_dir(place.join("run/checkpoints/step-3"))
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .find(|path| path.file_name().unwrap().to_string_lossy().starts_with("weights"))
-        .unwrap();
-    let mut bytes = fs::read(&weights).unwrap();
-    let last = bytes.len() - 1;
-    bytes[last] ^= 1;
-    fs::write(&weights, bytes).unwrap();
+    flip(&place.join("run/checkpoints/step-3/weights.safetensors"), |length| length - 1);
     let error = failure(place, &["--from", "run@3"]);
     assert!(error.contains("does not match its hash"), "{error}");
     // Sizes that nobody has stored are refused before they are allocated.

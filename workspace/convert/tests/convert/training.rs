@@ -20,7 +20,8 @@ use moh_text::prepare::AppendEos;
 use moh_train::{Event, ModelSource, Outcome, RunOptions};
 use serde_json::{Value, json};
 
-use moh_testkit::programs::fixtures;
+use moh_testkit::assert_refused;
+use moh_testkit::programs::{copy_all, fixtures, read_json};
 use moh_testkit::small_tokenizer::{END_OF_TEXT, write_tokenizer};
 use moh_testkit::texts::prepare_text;
 
@@ -48,12 +49,8 @@ fn prepare_model(dir: &Path, model_type: &str, heads: usize, kv_heads: usize) {
     let weights = dir.join("weights");
     let config = ConfigFile::from_value(config, Path::new("config.json")).unwrap();
     write_random_model(&weights, &config, DType::F32, 1 << 30, 5).unwrap();
-    for file in std::fs::read_dir(&weights).unwrap() {
-        let file = file.unwrap();
-        std::fs::copy(file.path(), old.join(file.file_name())).unwrap();
-    }
-    let mut larger: Value =
-        serde_json::from_slice(&std::fs::read(old.join("tokenizer.json")).unwrap()).unwrap();
+    copy_all(&weights, &old);
+    let mut larger = read_json(&old.join("tokenizer.json"));
     for (id, content) in [(rows, "village"), (rows + 1, " ship")] {
         larger["added_tokens"].as_array_mut().unwrap().push(json!({
             "id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
@@ -334,13 +331,14 @@ pub fn windows(prefix: &Path, length: usize) -> Windows {
     Windows::new(TokenFile::open(prefix).unwrap(), length).unwrap()
 }
 
-/// The conversion of a model to so many active heads by measurement on a text.
+/// The conversion of a model to so many active heads by measurement on a text, unless it stops at a layer.
 fn measured(
     (source, out): (PathBuf, PathBuf),
-    router: RouterKind,
+    (router, shared): (RouterKind, SharedChoice),
     active: usize,
     windows: &Windows,
-) -> ConversionOptions {
+    stop_at: Option<usize>,
+) -> Result<ConversionOptions, moh_convert::Error> {
     let options = ConversionOptions::new(source, out);
     let config = ConfigFile::read(&options.source).unwrap().config;
     let mut ids = vec![0; windows.len() as usize * windows.length()];
@@ -350,22 +348,13 @@ fn measured(
     let tokens = CalibrationTokens::new(ids, windows.length(), 4096, &config).unwrap();
     let (shared_heads, top_k) = ((active / 2).into(), active - active / 2);
     let moh = MohConfig { router, shared_heads, routed_top_k: HeadCounts::All(top_k) };
-    let calibration = CalibrationOptions {
-        moh,
-        shared: SharedChoice::CalibratedNumber,
-        refit: true,
-        stored: None,
-    };
-    let calibrated = Calibrated::measure(
-        &options,
-        &calibration,
-        &tokens,
-        vec!["tokens".to_owned()],
-        OpenDevice::Cpu,
-        &mut |_, _| (),
-        &AtomicBool::new(false),
-    );
-    ConversionOptions { calibrated: Some(calibrated.unwrap().into()), ..options }
+    let calibration = CalibrationOptions { moh, shared, refit: true, stored: None };
+    let stop = AtomicBool::new(false);
+    let mut progress = |done, _| stop.store(stop_at == Some(done), Ordering::Relaxed);
+    let (texts, cpu, progress) = (vec!["tokens".to_owned()], OpenDevice::Cpu, &mut progress);
+    let calibrated =
+        Calibrated::measure(&options, &calibration, &tokens, texts, cpu, progress, &stop)?;
+    Ok(ConversionOptions { calibrated: Some(calibrated.into()), ..options })
 }
 
 #[test]
@@ -373,35 +362,13 @@ fn an_interrupted_calibration_goes_on_behind_its_layers() {
     let dir = tempfile::tempdir().unwrap();
     prepare_model(dir.path(), "qwen3", 32, 8);
     let text = windows(&dir.path().join("own-tokens"), 16);
-    let config = ConfigFile::read(&dir.path().join("model")).unwrap().config;
-    let mut ids = vec![0; text.len() as usize * 16];
-    for (window, ids) in (0..).zip(ids.chunks_exact_mut(16)) {
-        text.read(window, ids).unwrap();
-    }
-    let tokens = CalibrationTokens::new(ids, 16, 4096, &config).unwrap();
-    let moh = MohConfig {
-        router: RouterKind::Linear,
-        shared_heads: 8.into(),
-        routed_top_k: HeadCounts::All(8),
-    };
-    let calibration =
-        CalibrationOptions { moh, shared: SharedChoice::Calibrated, refit: true, stored: None };
-    let measure = |out: &str, stop_at: Option<usize>| {
-        let options = ConversionOptions::new(dir.path().join("model"), dir.path().join(out));
-        let stop = AtomicBool::new(false);
-        let mut progress = |done, _| stop.store(stop_at == Some(done), Ordering::Relaxed);
-        let names = vec!["tokens".to_owned()];
-        let (cpu, progress) = (OpenDevice::Cpu, &mut progress);
-        let calibrated =
-            Calibrated::measure(&options, &calibration, &tokens, names, cpu, progress, &stop);
-        calibrated.map(|it| ConversionOptions { calibrated: Some(it.into()), ..options })
+    let measure = |out: &str, stop_at| {
+        let place = (dir.path().join("model"), dir.path().join(out));
+        measured(place, (RouterKind::Linear, SharedChoice::Calibrated), 16, &text, stop_at)
     };
     converted(&measure("whole", None).unwrap());
-    let message = measure("stopped", Some(1)).unwrap_err().to_string();
-    assert!(
-        message.contains("stopped.calibration keeps the layers that were measured, 1;"),
-        "{message}"
-    );
+    let expected = "stopped.calibration keeps the layers that were measured, 1;";
+    assert_refused(measure("stopped", Some(1)), expected);
     // A kill may leave a part of a record.
     let log = dir.path().join("stopped.calibration");
     let mut bytes = fs::read(&log).unwrap();
@@ -429,7 +396,8 @@ fn a_qwen3_of_32_heads_is_measured_taught_and_exported() {
         prepare_model(dir.path(), "qwen3", 32, 8);
         let text = windows(&dir.path().join("own-tokens"), 16);
         let place = (dir.path().join("model"), dir.path().join("converted"));
-        let options = measured(place, router, 16, &text);
+        let choice = (router, SharedChoice::CalibratedNumber);
+        let options = measured(place, choice, 16, &text, None).unwrap();
         converted(&options);
         let chosen = ConfigFile::read(&options.out).unwrap().config.moh.unwrap();
         assert!((0..2).all(|layer| chosen.layer(layer).active() == 16), "{chosen:?}");
@@ -465,7 +433,8 @@ fn stories260k_keeps_its_loss() {
     let valid = windows(&dir.path().join("valid"), 256);
     let place = (source.clone(), dir.path().join("converted"));
     let text = windows(&dir.path().join("train"), 256).spread(64);
-    let options = measured(place, RouterKind::QueryNorm, 4, &text);
+    let choice = (RouterKind::QueryNorm, SharedChoice::CalibratedNumber);
+    let options = measured(place, choice, 4, &text, None).unwrap();
     converted(&options);
     let found = loss(&options.out, &valid);
     assert!(found <= 1.365, "untuned: {found}");

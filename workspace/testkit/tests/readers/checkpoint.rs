@@ -9,8 +9,9 @@ use moh_checkpoint::{RunDirectory, StoredCheckpoint};
 use moh_data::{TokenFileInfo, TokenFileWriter};
 use moh_recipe::Recipe;
 use moh_step::TensorKind;
+use moh_testkit::programs::{copy_all, read_json};
 use moh_testkit::trained_run::run;
-use serde_json::{Value, json};
+use serde_json::json;
 use tempfile::TempDir;
 
 use crate::{outcome, target};
@@ -53,11 +54,7 @@ learning_rate = {{ max = 1e-2, min = 1e-3, warmup_steps = 1 }}
 fn copy() -> (TempDir, RunDirectory) {
     let dir = tempfile::tempdir().unwrap();
     let (from, run) = (RunDirectory::new(RUN.path().join("run")), RunDirectory::new(dir.path()));
-    fs::create_dir_all(run.checkpoint(STEP)).unwrap();
-    for entry in fs::read_dir(from.checkpoint(STEP)).unwrap() {
-        let path = entry.unwrap().path();
-        fs::copy(&path, run.checkpoint(STEP).join(path.file_name().unwrap())).unwrap();
-    }
+    copy_all(&from.checkpoint(STEP), &run.checkpoint(STEP));
     (dir, run)
 }
 
@@ -93,7 +90,7 @@ fn a_mutated_part_is_read_or_refused() {
     let (_dir, run) = copy();
     let (manifest, part) =
         (run.checkpoint(STEP).join("manifest.json"), run.checkpoint(STEP).join("tensors.json"));
-    let manifest: Value = serde_json::from_slice(&fs::read(manifest).unwrap()).unwrap();
+    let manifest = read_json(&manifest);
     target("part", &[fs::read(&part).unwrap()], MEMORY).run(|input| {
         fs::write(&part, input).unwrap();
         let mut manifest = manifest.clone();

@@ -6,12 +6,10 @@ use moh_hf::ConfigFile;
 use moh_recipe::Recipe;
 use moh_text::TextTokenizer;
 
-use crate::{outcome, repository, target};
+use crate::{outcome, repository, run_on_file, target};
 
 #[test]
 fn a_mutated_configuration_is_read_or_refused() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("config.json");
     let mixture = br#"{"model_type": "moh_llama", "architectures": ["MohLlamaForCausalLM"], "hidden_size": 16,
         "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "vocab_size": 64, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
@@ -19,20 +17,14 @@ fn a_mutated_configuration_is_read_or_refused() {
         "original_max_position_embeddings": 64}, "tie_word_embeddings": true, "hidden_act": "silu",
         "moh_router": "query-norm", "moh_shared_heads": [1, 2], "moh_routed_top_k": 1, "eos_token_id": [1, 2]}"#;
     let seeds = &[repository("recipes/quickstart/config.json"), mixture.to_vec()];
-    target("config", seeds, 16).run(|input| {
-        std::fs::write(&path, input).unwrap();
-        outcome(ConfigFile::read(&path))
-    });
+    run_on_file(target("config", seeds, 16), "config.json", |path| outcome(ConfigFile::read(path)));
 }
 
 #[test]
 fn a_mutated_tokenizer_is_read_or_refused() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("tokenizer.json");
     let seeds = &[repository("recipes/quickstart/tokenizer.json")];
-    target("tokenizer", seeds, 64).run(|input| {
-        std::fs::write(&path, input).unwrap();
-        let tokenizer = TextTokenizer::load(&path).map_err(|error| error.to_string())?;
+    run_on_file(target("tokenizer", seeds, 64), "tokenizer.json", |path| {
+        let tokenizer = TextTokenizer::load(path).map_err(|error| error.to_string())?;
         outcome(tokenizer.encode("One day, a boat."))
     });
 }

@@ -1,6 +1,7 @@
 //! The inputs of preparation: JSON, text and compressed files, and tables.
 
 use std::io::Write;
+use std::path::Path;
 use std::sync::Arc;
 
 use arrow_array::{ArrayRef, Int64Array, RecordBatch, StringArray};
@@ -11,7 +12,7 @@ use parquet::arrow::ArrowWriter;
 use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::properties::{WriterProperties, WriterVersion};
 
-use crate::{ALLOCATOR, outcome};
+use crate::{ALLOCATOR, outcome, run_on_file};
 
 /// Maximum bytes of a record that the readers hold.
 const RECORD_BYTES: usize = 1 << 16;
@@ -26,21 +27,17 @@ const TABLE_MEMORY: usize = 4 << 30;
 /// Reads mutated input as each of `fields`; an outcome is an error, or what is wrong with the last record
 /// that is no document.
 fn fuzz(name: &str, seeds: &[Vec<u8>], memory: usize, format: Option<Format>, fields: &[&str]) {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("input");
-    let read = |field: &str| {
+    let read = |path: &Path, field: &str| {
         let mut bad = Ok(());
         let mut visit = |text: Result<&str, &str>| {
             if let Err(reason) = text {
                 bad = Err(reason.to_owned());
             }
         };
-        outcome(read_documents(&path, format, field, RECORD_BYTES, &mut visit)).and(bad)
+        outcome(read_documents(path, format, field, RECORD_BYTES, &mut visit)).and(bad)
     };
-    Target { name, seeds, memory, allocator: &ALLOCATOR }.run(|input| {
-        std::fs::write(&path, input).unwrap();
-        fields.iter().try_for_each(|field| read(field))
-    });
+    let target = Target { name, seeds, memory, allocator: &ALLOCATOR };
+    run_on_file(target, "input", |path| fields.iter().try_for_each(|field| read(path, field)));
 }
 
 const LINES: &str = "{\"text\": \"One\\n\\ud83d\\ude00 \\u00e4\", \"id\": 1, \"a\": {\"b\": \"x\"}}\n\n{\"id\": -2e5, \"a\": {\"b\": \"in\"}, \"text\": \"two\"}\n";

@@ -5,7 +5,7 @@ use std::time::SystemTime;
 use moh_report::head_measures::HeadDocument;
 use serde_json::{Value, json};
 
-use crate::{outcome, target};
+use crate::{outcome, run_on_file, target};
 
 /// A report of two heads on two texts, with a sentence of two tokens.
 fn report() -> Value {
@@ -38,13 +38,10 @@ fn report() -> Value {
 
 #[test]
 fn a_mutated_report_has_a_page_or_is_refused() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("heads.json");
     let seeds = [report().to_string().into_bytes()];
     // A megabyte of numbers, each of which may become a cell of a map.
-    target("heads", &seeds, 512).run(|input| {
-        std::fs::write(&path, input).unwrap();
-        let read = HeadDocument::read(&path);
+    run_on_file(target("heads", &seeds, 512), "heads.json", |path| {
+        let read = HeadDocument::read(path);
         if let Ok(document) = &read {
             let page = moh_report::heads_page(std::slice::from_ref(document), SystemTime::now());
             assert!(page.ends_with("</html>\n") && !page.contains("NaN"));

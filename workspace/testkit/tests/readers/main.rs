@@ -14,6 +14,7 @@ mod tokens;
 mod weights;
 
 use std::fmt::Display;
+use std::path::Path;
 
 use moh_testkit::fuzz::{PeakAlloc, Target};
 
@@ -25,6 +26,16 @@ fn target<'a>(name: &'a str, seeds: &'a [Vec<u8>], mebibytes: usize) -> Target<'
     Target { name, seeds, memory: mebibytes << 20, allocator: &ALLOCATOR }
 }
 
+/// Runs a target whose reader reads a file of this name.
+fn run_on_file(target: Target<'_>, name: &str, read: impl Fn(&Path) -> Result<(), String>) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(name);
+    target.run(|input| {
+        std::fs::write(&path, input).unwrap();
+        read(&path)
+    });
+}
+
 /// The outcome of a reader as text.
 fn outcome<T, E: Display>(read: Result<T, E>) -> Result<(), String> {
     read.map(|_| ()).map_err(|error| error.to_string())
@@ -32,5 +43,5 @@ fn outcome<T, E: Display>(read: Result<T, E>) -> Result<(), String> {
 
 fn repository(path: &str) -> Vec<u8> {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
-    std::fs::read(std::path::Path::new(root).join(path)).unwrap()
+    std::fs::read(Path::new(root).join(path)).unwrap()
 }

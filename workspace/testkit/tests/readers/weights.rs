@@ -4,7 +4,7 @@ use moh_hf::WeightFiles;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
-use crate::{outcome, target};
+use crate::{outcome, run_on_file, target};
 
 /// A file with two tensors.
 fn weights() -> Vec<u8> {
@@ -26,13 +26,10 @@ fn read_all(dir: &std::path::Path) -> Result<(), String> {
 
 #[test]
 fn mutated_safetensors_are_read_or_refused() {
-    let dir = tempfile::tempdir().unwrap();
     // The header is parsed into a tree.
     let seeds = &[weights()];
-    target("safetensors", seeds, 32).run(|input| {
-        std::fs::write(dir.path().join("model.safetensors"), input).unwrap();
-        read_all(dir.path())
-    });
+    let target = target("safetensors", seeds, 32);
+    run_on_file(target, "model.safetensors", |path| read_all(path.parent().unwrap()));
 }
 
 #[test]

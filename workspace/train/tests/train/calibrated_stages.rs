@@ -2,17 +2,17 @@
 //! on sequences that they do not train on, on any layout of ranks, and with the same bits after a stop or a kill at any moment. And
 //! stages whose router has matrices that the model lacks, measured or not.
 
-use std::cell::Cell;
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::support::driver::{
-    Start, finish, finish_on, refuses, replay, run_in, run_on, stop_at, watch,
+    Start, finish, finish_in_parts, finish_on, heard, refuses, replay, run_in, stop_at,
+    stop_ranks_when, stop_when, watch,
 };
 use crate::support::results::{Results, assert_alike};
-use crate::support::{MICRO_BATCHES, TestRun, arranged, copy_all, flip, run_of, summary_of};
+use crate::support::{MICRO_BATCHES, TestRun, arranged, run_of, summary_of};
 use moh_calibrate::{
     Calibration, CalibrationOptions, CalibrationTokens, FoundLayer, LayerStore, Watch, calibrate,
 };
@@ -26,7 +26,8 @@ use moh_model::{RouterKind, SharedChoice};
 use moh_plan::open_training;
 use moh_recipe::{Recipe, START};
 use moh_step::TensorKind;
-use moh_testkit::programs::edit_json;
+use moh_testkit::assert_refused;
+use moh_testkit::programs::{copy_all, edit_json, flip};
 use moh_train::{Event, Outcome, RunOptions, TimeLimit};
 use safetensors::SafeTensors;
 
@@ -141,11 +142,9 @@ fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
     // The output projections stay as the stage begins.
     let frozen = "stage.moh.optimizer.groups={ attention = 0 }";
     let recipe = place.recipe_in("run", &[SECOND, frozen, KEEP]);
-    let mut heard = None;
-    Start::default().finish_and_hear(&recipe, |event, _| {
-        if let Event::Calibrated(calibration) = event {
-            heard = Some((*calibration).clone());
-        }
+    let heard = heard(&recipe, |event| match event {
+        Event::Calibrated(calibration) => Some((*calibration).clone()),
+        _ => None,
     });
     let (calibration, projections) = expected(&recipe, SharedChoice::Calibrated);
     assert_eq!(exported(&recipe, OUTPUT_PROJECTION), projections);
@@ -162,7 +161,7 @@ fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
     );
     assert_eq!(fields(6)["moh_output_refitted"], true);
     let summary = summary_of(&recipe);
-    assert_eq!(summary.calibrations, [heard.unwrap()]);
+    assert_eq!(summary.calibrations, heard);
     let found = &summary.calibrations[0];
     assert_eq!(
         (found.stage.as_str(), found.step, found.tokens, found.refit),
@@ -299,21 +298,14 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
         for (step, copy) in &killed {
             assert!(finish(copy) == whole, "{changes:?}: killed at {step}");
         }
-        let stopped = named("stopped");
-        for step in [1, 4, 5, 6, 9] {
-            stop_at(&stopped, step);
-        }
-        assert!(finish(&stopped) == whole, "{changes:?}: stopped");
+        let stopped = finish_in_parts(&named("stopped"), [1, 4, 5, 6, 9]);
+        assert!(stopped == whole, "{changes:?}: stopped");
     }
 }
 
 /// Runs a recipe to its end; returns whether it has measured.
 fn measures(recipe: &Recipe) -> bool {
-    let measured = Cell::new(false);
-    Start::default().finish_and_hear(recipe, |event, _| {
-        measured.set(measured.get() || matches!(event, Event::Calibrating { .. }));
-    });
-    measured.get()
+    !heard(recipe, |event| matches!(event, Event::Calibrating { .. }).then_some(())).is_empty()
 }
 
 #[test]
@@ -362,10 +354,8 @@ fn a_run_that_is_asked_to_stop_while_it_measures_goes_on_later() {
     let place = TestRun::new();
     let whole = finish(&place.recipe_in("whole", &[SECOND]));
     let stopped = place.recipe_in("stopped", &[SECOND]);
-    let outcome = watch(&stopped, |event, stop| {
-        stop.fetch_or(matches!(event, Event::Calibrating { done: 0, .. }), Ordering::Relaxed);
-    });
-    assert_eq!(outcome.unwrap(), Outcome::Stopped { step: 5 });
+    let outcome = stop_when(&stopped, |event| matches!(event, Event::Calibrating { done: 0, .. }));
+    assert_eq!(outcome, Outcome::Stopped { step: 5 });
     assert!(!run_of(&stopped).calibration(5).exists());
     assert!(measures(&stopped));
     assert!(Results::of(&stopped) == whole);
@@ -391,12 +381,9 @@ fn a_rank_that_is_asked_to_stop_ends_the_measurement_of_the_first() {
     let place = TestRun::new();
     let recipe = place.recipe_in("stopped", &[SECOND]);
     // The signal reaches the second rank alone.
-    let outcomes = run_on((2, 1..2), &recipe, &|event, stop| {
-        stop.fetch_or(matches!(event, Event::Calibrating { .. }), Ordering::Relaxed);
-    });
-    for outcome in outcomes {
-        assert_eq!(outcome.unwrap(), Outcome::Stopped { step: 5 });
-    }
+    let is_measuring = |event: &Event<'_>| matches!(event, Event::Calibrating { .. });
+    let outcome = stop_ranks_when((2, 1..2), &recipe, is_measuring);
+    assert_eq!(outcome, Outcome::Stopped { step: 5 });
     let summary = finish(&recipe).summary;
     assert!(summary.contains("\"calibrations\""), "{summary}");
 }
@@ -485,8 +472,7 @@ fn the_steps_of_a_calibrated_stage_are_replayed() {
             assert_eq!(found.result.loss, line["loss"].as_f64().unwrap(), "{name} {step}");
         }
         fs::remove_file(run_of(&recipe).calibration(step)).unwrap();
-        let error = replay(&recipe, step + 1).unwrap_err().to_string();
-        assert!(error.contains("is not there any more, and the steps before"), "{error}");
+        assert_refused(replay(&recipe, step + 1), "is not there any more, and the steps before");
         replay(&recipe, 10).unwrap();
     }
 }
@@ -506,9 +492,7 @@ fn evaluations_before_a_new_router_are_kept_and_not_needed() {
     // Of two layers.
     assert_eq!((moments(RoutingMoment::Loaded), moments(RoutingMoment::Converted)), (2, 2));
     let stopped = place.recipe_in("stopped", &changes);
-    stop_at(&stopped, 1);
-    stop_at(&stopped, 5);
-    assert!(finish(&stopped) == results);
+    assert!(finish_in_parts(&stopped, [1, 5]) == results);
     assert_eq!(lines(&stopped), lines(&whole));
     // Without validation data.
     let mut without = place.recipe_in("without", &changes);
@@ -558,10 +542,7 @@ fn another_run_gives_its_model_a_router() {
     let whole = child("whole");
     let reference = finish(&whole);
     assert_alike(&finish_on(2, &child("ranks")), &reference, "2 ranks");
-    let stopped = child("stopped");
-    stop_at(&stopped, 1);
-    stop_at(&stopped, 5);
-    assert!(finish(&stopped) == reference);
+    assert!(finish_in_parts(&child("stopped"), [1, 5]) == reference);
     let first = replay(&whole, 1).unwrap().result.loss;
     assert_eq!(first, reference.metrics[0]["loss"].as_f64().unwrap());
 }
@@ -592,8 +573,5 @@ fn the_teacher_of_the_start_is_the_model_before_its_refit() {
     let whole = finish(&child("whole"));
     let first = whole.metrics[0]["distillation_loss"].as_f64().unwrap();
     assert!(first > 0.0, "{first}");
-    let stopped = child("stopped");
-    stop_at(&stopped, 2);
-    stop_at(&stopped, 6);
-    assert!(finish(&stopped) == whole);
+    assert!(finish_in_parts(&child("stopped"), [2, 6]) == whole);
 }

@@ -7,8 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::PROGRAM;
-use crate::support::flip;
-use moh_testkit::programs::{exits, failure, names, program, success, trainable, two_stages};
+use moh_testkit::programs::{exits, failure, flip, names, program, success, trainable, two_stages};
 
 /// A directory with a finished run of six steps with a checkpoint after each.
 fn finished() -> tempfile::TempDir {
@@ -26,12 +25,8 @@ fn checkpoints(dir: &Path, arguments: &[&str]) -> Command {
 
 /// Changes one byte in the middle of the weights of a step.
 fn damage(dir: &Path, step: u64) {
-    let path = fs::read_dir(dir.join(format!("run/checkpoints/step-{step}")))
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .find(|path| path.file_name().unwrap().to_string_lossy().starts_with("weights"))
-        .unwrap();
-    flip(&path, |length| length / 2);
+    let path = format!("run/checkpoints/step-{step}/weights.safetensors");
+    flip(&dir.join(path), |length| length / 2);
 }
 
 /// The lines of the list without its head, in words.

@@ -3,13 +3,14 @@
 
 use std::fs;
 
-use crate::support::driver::{finish, refusal, refuses, run, stop_at};
-use crate::support::{TestRun, files, flip, run_of};
+use crate::support::driver::{finish, finish_in_parts, refusal, refuses, run, stop_at};
+use crate::support::{TestRun, files, run_of};
 use moh_checkpoint::{RunDirectory, StoredCheckpoint};
 use moh_hf::ConfigFile;
 use moh_model::HeadCounts;
 use moh_recipe::Recipe;
 use moh_step::TensorKind;
+use moh_testkit::programs::flip;
 use moh_train::Outcome;
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -129,10 +130,7 @@ fn a_run_from_a_run_continues_exactly_and_its_vocabulary_grows() {
     let moments = values(&own, 1, TensorKind::FirstMoment, EMBEDDING, 96 * 16);
     assert!(moments[..64 * 16].iter().any(|&m| m != 0.0));
     assert!(moments[64 * 16..].iter().all(|&m| m == 0.0));
-    for step in [4, 5, 7] {
-        stop_at(&recipe, step);
-    }
-    assert!(finish(&recipe) == expected);
+    assert!(finish_in_parts(&recipe, [4, 5, 7]) == expected);
     assert_eq!(ConfigFile::read(&own.export()).unwrap().config.vocab_size, 96);
     assert!(matches!(run(&recipe).unwrap(), Outcome::AlreadyFinished(_)));
 }

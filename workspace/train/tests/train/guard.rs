@@ -1,7 +1,9 @@
 //! Steps with bad numbers are not applied, and the run goes on; interrupted, it ends with the same bits. Too many of them
 //! in a row end it.
 
-use crate::support::driver::{finish, finish_on, refusal, refuses, run_in, run_on, stop_at};
+use crate::support::driver::{
+    finish, finish_in_parts, finish_on, refusal, refuses, run_in, run_on, stop_at,
+};
 use crate::support::faulty::{Fault, SEQUENCES, one_of, test_run};
 use crate::support::results::metrics_of;
 use crate::support::{TestRun, arranged, run_of};
@@ -57,11 +59,7 @@ fn steps_with_nan_are_not_applied_and_the_run_goes_on() {
 fn a_stopped_run_with_bad_steps_continues_to_the_same_end() {
     let place = test_run(&one_of([1, 4, 5, 7]), Fault::NotFinite);
     let reference = finish(&place.recipe_in("whole", &[]));
-    let recipe = place.recipe(&[]);
-    for step in 1..10 {
-        stop_at(&recipe, step);
-    }
-    assert!(finish(&recipe) == reference);
+    assert!(finish_in_parts(&place.recipe(&[]), 1..10) == reference);
 }
 
 /// The message of a run that two steps in a row up to `step` have ended.
@@ -128,11 +126,7 @@ fn a_spike_is_not_applied_once_there_is_a_median() {
     let reason = json!("gradient norm is above guard.factor times its median");
     assert_eq!(skipped(&reference.metrics), [(41, &reason), (56, &reason)]);
     let place = test_run(&spikes, Fault::Spike);
-    let recipe = long(&place, &[]);
-    for step in [31, 33, 40, 41, 42, 56] {
-        stop_at(&recipe, step);
-    }
-    assert!(finish(&recipe) == reference);
+    assert!(finish_in_parts(&long(&place, &[]), [31, 33, 40, 41, 42, 56]) == reference);
     // Without a factor, only what is not finite is refused.
     let place = test_run(&spikes, Fault::Spike);
     assert!(skipped(&finish(&long(&place, &["guard.factor=0"])).metrics).is_empty());

@@ -5,13 +5,17 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
-use crate::support::driver::{finish, refusal, refuses, replay, run, stop_at, warnings, watch};
+use crate::support::driver::{
+    finish, heard, refusal, refuses, replay, run, stop_at, stop_when, warnings, watch,
+};
 use crate::support::{
-    TestRun, copy_all, files, flip, move_tokens, remove_tokens, run_of, summary_of, write_tokens,
+    TestRun, files, move_tokens, remove_tokens, run_of, summary_of, write_tokens,
 };
 use moh_data::{TokenFileInfo, TokenFileWriter};
 use moh_recipe::Recipe;
-use moh_testkit::programs::{edit_json, read_json};
+use moh_testkit::assert_refused;
+use moh_testkit::programs::{assert_has, copy_all, edit_json, flip, read_json};
+use moh_testkit::small_tokenizer::{WORDS, write_tokenizer};
 use moh_train::{Event, Outcome};
 use serde_json::Value;
 
@@ -46,9 +50,8 @@ fn other_tokens_in_documents_of_the_same_lengths_are_refused() {
     flip(&place.path("text.bin"), |_| 100);
     // Its record would be noticed first.
     fs::remove_file(place.path("text.json")).unwrap();
-    let error = refusal(&recipe);
-    assert!(error.contains("text.bin: data.sources.0 is not the file"), "{error}");
-    assert!(error.contains("it has other tokens"), "{error}");
+    let parts = ["text.bin: data.sources.0 is not the file", "it has other tokens"];
+    assert_has(&refusal(&recipe), &parts);
 }
 
 #[test]
@@ -151,12 +154,9 @@ fn several_sources_continue_only_in_the_recorded_order() {
                 None => fs::remove_file(&record).unwrap(),
             }
             if is_mixture {
-                for error in [run(&recipe).unwrap_err(), replay(&recipe, 1).unwrap_err()] {
-                    assert!(
-                        error.to_string().contains("in the order of this version: go on with"),
-                        "{error}"
-                    );
-                }
+                let expected = "in the order of this version: go on with";
+                refuses(&recipe, expected);
+                assert_refused(replay(&recipe, 1), expected);
             } else {
                 let copy = place.recipe_in("copy", &[]);
                 copy_all(&recipe.run.dir, &copy.run.dir);
@@ -225,13 +225,8 @@ fn ids_are_read_once_in_a_run_and_never_with_a_proof() {
 fn a_stop_while_ids_are_read_ends_the_run_and_the_next_one_reads_them() {
     let place = TestRun::new();
     let recipe = without_proof(&place, 7, 64);
-    let stopped = watch(&recipe, |event, stop| {
-        stop.fetch_or(is_check(event), Ordering::Relaxed);
-    });
-    assert_eq!(stopped.unwrap(), Outcome::StoppedBeforeTraining);
-    let mut checks = 0;
-    watch(&recipe, |event, _| checks += u32::from(is_check(event))).unwrap();
-    assert_eq!(checks, 2);
+    assert_eq!(stop_when(&recipe, is_check), Outcome::StoppedBeforeTraining);
+    assert_eq!(heard(&recipe, |event| is_check(event).then_some(())).len(), 2);
 }
 
 /// A model in `place`, of a finished run, without its Mixture-of-Head attention, and a recipe that starts from it.
@@ -298,7 +293,7 @@ fn a_changed_file_of_the_kept_model_is_named() {
     refuses(&recipe, &kept.display().to_string());
 }
 
-/// The quickstart's tokenizer in a directory of `place`, its file after a change, and a recipe of one stage for a new
+/// A small tokenizer in a directory of `place`, its file after a change, and a recipe of one stage for a new
 /// model with it.
 fn with_tokenizer(
     place: &TestRun,
@@ -306,11 +301,7 @@ fn with_tokenizer(
     change: impl FnOnce(&mut Value),
 ) -> (PathBuf, Recipe) {
     let tokenizer = place.path(name);
-    fs::create_dir(&tokenizer).unwrap();
-    let quickstart = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart");
-    for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {
-        fs::copy(quickstart.join(name), tokenizer.join(name)).unwrap();
-    }
+    write_tokenizer(&tokenizer, &WORDS);
     edit_json(&tokenizer.join("tokenizer.json"), change);
     let vocabulary = moh_data::TokenizerFile::load(&tokenizer).unwrap().vocab_size();
     let mut recipe = place.recipe(&[
@@ -338,9 +329,7 @@ fn a_tokenizer_may_be_written_again_but_not_change() {
     let (_, changed) = with_tokenizer(&place, "changed", |json| {
         json["normalizer"] = serde_json::json!({"type": "NFC"});
     });
-    let error = refusal(&changed);
-    let difference = "it has other content: normalizer: {\"type\":\"NFC\"}, not null";
-    assert!(error.contains(difference), "{error}");
+    refuses(&changed, "it has other content: normalizer: {\"type\":\"NFC\"}, not null");
     let (_, again) = with_tokenizer(&place, "again", Value::sort_all_objects);
     // The second time the files that the run keeps are read.
     for (stop_at, is_said) in [(4, true), (5, false)] {

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::support::driver::{finish, refusal, refuses, stop_at};
+use crate::support::driver::{finish, finish_in_parts, refusal, refuses, stop_at};
 use crate::support::results::Results;
 use crate::support::{TestRun, write_tokens};
 use moh_data::{TokenFile, TokenFileInfo, TokenFileWriter, with_ending};
@@ -48,10 +48,7 @@ fn a_run_that_was_stopped_ends_as_one_that_never_was() {
     mask(&text, |position| position % 3 > 0);
     let (expected, targets) = results(&place, "whole", &[]);
     assert!(targets.iter().all(|targets| targets.is_some_and(|count| (30..60).contains(&count))));
-    let recipe = place.recipe(&[]);
-    stop_at(&recipe, 3);
-    stop_at(&recipe, 7);
-    let mut found = finish(&recipe);
+    let mut found = finish_in_parts(&place.recipe(&[]), [3, 7]);
     for (line, targets) in found.metrics.iter_mut().zip(targets) {
         assert_eq!(line.as_object_mut().unwrap().remove("targets").unwrap().as_u64(), targets);
     }

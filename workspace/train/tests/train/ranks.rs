@@ -4,12 +4,13 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::support::driver::{finish, finish_on, run_on};
+use crate::support::driver::{finish, finish_on, run_on, stop_ranks_when};
 use crate::support::results::assert_alike;
 use crate::support::stories::Stories;
-use crate::support::{MICRO_BATCHES, TestRun, arranged, flip, run_of};
+use crate::support::{MICRO_BATCHES, TestRun, arranged, run_of};
 use moh_checkpoint::run_directory::RunDirectory;
 use moh_recipe::Recipe;
+use moh_testkit::programs::{copy_all, flip};
 use moh_testkit::ranks::on_ranks;
 use moh_train::{Error, Event, Outcome};
 
@@ -22,15 +23,10 @@ const DATA: [[usize; 3]; 2] = [[1, 1, 1]; 2];
 /// Stops a run during `step`, or the step after it: ranks hear of a signal when they hear of it, and it reaches the
 /// last one alone.
 fn stop_on(ranks: usize, recipe: &Recipe, step: u64) -> u64 {
-    let outcomes = run_on((ranks, ranks - 1..ranks), recipe, &|event, stop| {
-        if matches!(event, Event::Step { step: now, .. } if *now == step) {
-            stop.store(true, Ordering::Relaxed);
-        }
-    });
-    let outcomes: Vec<_> = outcomes.into_iter().map(Result::unwrap).collect();
-    let Outcome::Stopped { step: stopped } = outcomes[0] else { panic!("{outcomes:?}") };
-    assert!(stopped == step || stopped == step + 1, "{outcomes:?}");
-    assert!(outcomes.iter().all(|outcome| *outcome == outcomes[0]), "{outcomes:?}");
+    let is_now = |event: &Event<'_>| matches!(event, Event::Step { step: now, .. } if *now == step);
+    let outcome = stop_ranks_when((ranks, ranks - 1..ranks), recipe, is_now);
+    let Outcome::Stopped { step: stopped } = outcome else { panic!("{outcome:?}") };
+    assert!(stopped == step || stopped == step + 1, "{outcome:?}");
     stopped
 }
 
@@ -248,7 +244,7 @@ fn a_checkpoint_that_some_ranks_do_not_see_is_kept() {
     let shared = run_of(&recipe);
     // The disk of another machine, as if the directory were local to each.
     let other = RunDirectory::new(place.path("other"));
-    crate::support::copy_all(shared.root(), other.root());
+    copy_all(shared.root(), other.root());
     std::fs::remove_dir_all(other.checkpoint(step)).unwrap();
     on_ranks(2, |world| {
         let run = if world.rank() == 0 { &shared } else { &other };
@@ -279,21 +275,16 @@ fn ranks_stop_together_in_an_evaluation_and_continue_with_the_same_bits() {
         {
             let recipe = recipe(&format!("{evaluation}-{all}"));
             let (first, begun) = (if all { 0 } else { ranks - 1 }, AtomicU64::new(0));
-            let outcomes = run_on((ranks, first..ranks), &recipe, &|event, stop| {
-                if let Event::Evaluating { done: 0, .. } = event
+            let outcome = stop_ranks_when((ranks, first..ranks), &recipe, |event| {
+                matches!(event, Event::Evaluating { done: 0, .. })
                     && begun.fetch_add(1, Ordering::Relaxed) == evaluation
-                {
-                    stop.store(true, Ordering::Relaxed);
-                }
             });
-            let outcomes: Vec<_> = outcomes.into_iter().map(Result::unwrap).collect();
-            assert!(outcomes.iter().all(|one| *one == outcomes[0]), "{outcomes:?}");
-            let stopped = match outcomes[0] {
+            let stopped = match outcome {
                 Outcome::StoppedBeforeTraining => 0,
                 Outcome::Stopped { step } => step,
-                _ => panic!("{outcomes:?}"),
+                _ => panic!("{outcome:?}"),
             };
-            assert!(stopped == step || !all && stopped == step + 1, "{outcomes:?}");
+            assert!(stopped == step || !all && stopped == step + 1, "{outcome:?}");
             let found = finish_on(ranks, &recipe);
             assert!(found == reference, "{ranks} ranks, {layout:?}, {evaluation}");
         }

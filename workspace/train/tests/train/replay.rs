@@ -3,6 +3,7 @@
 
 use crate::support::driver::{finish, finish_on, replay, stop_at};
 use crate::support::{TestRun, arranged, files, run_of, shorten};
+use moh_testkit::assert_refused;
 
 #[test]
 fn every_step_has_the_numbers_of_the_run() {
@@ -96,15 +97,13 @@ fn a_run_of_several_ranks_is_replayed_by_one() {
 fn what_cannot_be_replayed_is_refused() {
     let place = TestRun::new();
     let recipe = place.recipe(&[]);
-    assert!(replay(&recipe, 1).unwrap_err().to_string().contains("recipe.toml"));
+    assert_refused(replay(&recipe, 1), "recipe.toml");
     finish(&recipe);
     for step in [0, 11] {
-        let error = replay(&recipe, step).unwrap_err();
-        assert!(error.to_string().contains(&format!("no step {step}: use 1 to 10")), "{error}");
+        assert_refused(replay(&recipe, step), &format!("no step {step}: use 1 to 10"));
     }
     shorten(&run_of(&recipe).checkpoint(8).join("weights.safetensors"));
     let before = files(&recipe.run.dir);
-    let error = replay(&recipe, 9).unwrap_err();
-    assert!(error.to_string().contains("weights.safetensors"), "{error}");
+    assert_refused(replay(&recipe, 9), "weights.safetensors");
     assert!(files(&recipe.run.dir) == before);
 }

@@ -4,7 +4,8 @@
 use std::fs;
 
 use crate::support::driver::{
-    Start, finish, finish_from, reference, refusal, refuses, run, stop_at, warnings,
+    Start, finish, finish_from, finish_in_parts, heard, reference, refusal, refuses, run, stop_at,
+    warnings,
 };
 use crate::support::results::Results;
 use crate::support::{TestRun, files, remove_tokens, run_of, shorten, write_tokens};
@@ -103,13 +104,11 @@ fn a_longer_stage_has_the_new_schedule_from_the_step_on_at_which_it_grew() {
     let (short, long) = (recipe.stages[0].schedule(), place.recipe(&LONGER).stages[0].schedule());
     stop_at(&recipe, 3);
     let recipe = place.recipe(&LONGER[..1]);
-    let mut heard = Vec::new();
-    Start::default().finish_and_hear(&recipe, |event, _| {
-        if let Event::StageExtended { extension } = event {
-            heard.push((extension.step, extension.before, extension.tokens));
-        }
+    let extensions = heard(&recipe, |event| match event {
+        Event::StageExtended { extension: it } => Some((it.step, it.before, it.tokens)),
+        _ => None,
     });
-    assert_eq!(heard, [(3, 320, 512)]);
+    assert_eq!(extensions, [(3, 320, 512)]);
     let rates = learning_rates(&recipe);
     assert_eq!(rates.len(), 13);
     for step in 1..=8 {
@@ -125,11 +124,7 @@ fn a_grown_run_ends_the_same_however_it_is_interrupted() {
     // Stopped at every step after it.
     let place = TestRun::new();
     stop_at(&place.recipe(&[]), 3);
-    let recipe = place.recipe(&LONGER[..1]);
-    for step in 4..13 {
-        stop_at(&recipe, step);
-    }
-    assert!(finish(&recipe) == expected);
+    assert!(finish_in_parts(&place.recipe(&LONGER[..1]), 4..13) == expected);
     // Killed between two checkpoints after it, and again with the newest checkpoint damaged: the one
     // before it is from before the growth.
     let place = TestRun::new();

@@ -9,11 +9,12 @@ use crate::support::driver::{
     Start, finish, reference, resumed, run, run_on, stop_at, warnings, watch,
 };
 use crate::support::results::Results;
-use crate::support::{TestRun, copy_all, files, run_of, write_tokens};
+use crate::support::{TestRun, files, run_of, write_tokens};
 use moh_checkpoint::run_directory::RunDirectory;
 use moh_comm::World;
 use moh_kernels::open_device::OpenDevice;
 use moh_recipe::Recipe;
+use moh_testkit::programs::copy_all;
 use moh_train::{Error, Event, Outcome, RunOptions};
 
 fn refusal_at(recipe: &Recipe, path: &Path) -> String {

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::support::driver::{Start, finish, reference, resumed, run_in, watch};
+use crate::support::driver::{Start, finish, heard, reference, resumed, run_in, watch};
 use crate::support::results::Results;
 use crate::support::{TestRun, run_of};
 use moh_comm::World;
@@ -151,14 +151,12 @@ fn old_checkpoints_that_cannot_be_removed_are_warned_of() {
 fn checkpoints_by_time_change_no_result() {
     let place = TestRun::new();
     let recipe = place.recipe(&["checkpoint.every_steps=0", "checkpoint.every_minutes=1e-9"]);
-    let mut complete = Vec::new();
-    let found = Start::default().finish_and_hear(&recipe, |event, _| {
-        if let Event::Checkpoint { step, .. } = event {
-            complete.push(*step);
-        }
+    let complete = heard(&recipe, |event| match event {
+        Event::Checkpoint { step, .. } => Some(*step),
+        _ => None,
     });
     assert_eq!(complete, (1..=10).collect::<Vec<u64>>());
-    assert!(found == *reference());
+    assert!(Results::of(&recipe) == *reference());
 }
 
 #[test]

@@ -3,12 +3,14 @@
 use std::fs;
 use std::path::Path;
 
-use crate::support::driver::{Start, finish, finish_on, refusal, refuses, stop_at};
+use crate::support::driver::{
+    Start, finish, finish_in_parts, finish_on, refusal, refuses, stop_at,
+};
 use crate::support::results::{Results, assert_alike};
-use crate::support::{MICRO_BATCHES, TestRun, arranged, copy_all, run_of};
+use crate::support::{MICRO_BATCHES, TestRun, arranged, run_of};
 use moh_checkpoint::run_directory::RunDirectory;
 use moh_recipe::Recipe;
-use moh_testkit::programs::edit_json;
+use moh_testkit::programs::{copy_all, edit_json, write_tokenizer};
 use serde_json::{Value, json};
 
 /// Four layers, for pipelines of four stages.
@@ -130,11 +132,8 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
         let copies = [(4, copy.run.dir.as_path())];
         let whole = Start { copies: &copies, ..Start::default() }.finish(&recipe("whole"));
         assert!(finish(&copy) == whole, "{teacher}: killed");
-        let stopped = recipe("stopped");
-        for step in [1, 3, 7] {
-            stop_at(&stopped, step);
-        }
-        assert!(finish(&stopped) == whole, "{teacher}: stopped");
+        let stopped = finish_in_parts(&recipe("stopped"), [1, 3, 7]);
+        assert!(stopped == whole, "{teacher}: stopped");
     }
 }
 
@@ -187,16 +186,6 @@ fn weights_that_leave_the_teacher_out_leave_the_run_as_it_is() {
     assert_alike(&found, &finish(&without), "a weight of almost 0");
 }
 
-/// A tokenizer of words, one of them another.
-fn write_tokenizer(directory: &Path, word: &str) {
-    let tokenizer = json!({
-        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
-        "pre_tokenizer": { "type": "Whitespace" }, "post_processor": null, "decoder": null,
-        "model": { "type": "WordLevel", "vocab": { "a": 0, word: 1 }, "unk_token": "a" },
-    });
-    fs::write(directory.join("tokenizer.json"), tokenizer.to_string()).unwrap();
-}
-
 #[test]
 fn a_teacher_that_does_not_fit_is_refused_before_the_run_begins() {
     let trained = Trained::new();
@@ -223,7 +212,7 @@ fn a_teacher_that_does_not_fit_is_refused_before_the_run_begins() {
         assert!(!recipe.run.dir.exists(), "{teacher}");
     }
     // The tokenizer of the run's model, and another one with as many tokens.
-    let [model, same, different] = [("model", "b"), ("same", "b"), ("different", "c")]
+    let [model, same, different] = [("model", "w0"), ("same", "w0"), ("different", "w1")]
         .map(|(name, word)| trained.changed(name, |directory| write_tokenizer(directory, word)));
     let recipe = |teacher: &str| {
         let mut recipe = trained.recipe("tokenizers", "moh", teacher, &[]);

@@ -6,13 +6,16 @@ use std::path::Path;
 use moh_checkpoint::run_directory::RunDirectory;
 use moh_checkpoint::{alone, newest};
 use moh_recipe::Recipe;
+use moh_testkit::programs::{copy_all, flip};
 use moh_train::Event;
 use serde_json::Value;
 
 use super::killed_at;
-use crate::support::driver::{Start, finish, reference, refusal, refuses, stop_at, warnings};
+use crate::support::driver::{
+    Start, finish, heard, reference, refusal, refuses, stop_at, warnings,
+};
 use crate::support::results::Results;
-use crate::support::{TestRun, copy_all, files, flip, run_of, shorten};
+use crate::support::{TestRun, files, run_of, shorten};
 
 const FILES: [&str; 6] = [
     "manifest.json",
@@ -32,15 +35,13 @@ fn killed(place: &TestRun) -> Recipe {
 
 /// Runs a recipe to its end; returns what it says of checkpoints.
 fn finish_and_hear(recipe: &Recipe) -> Vec<String> {
-    let mut heard = Vec::new();
-    Start::default().finish_and_hear(recipe, |event, _| match event {
+    heard(recipe, |event| match event {
         Event::DamagedCheckpoint { path, .. } => {
-            heard.push(format!("damaged {}", path.file_name().unwrap().to_string_lossy()));
+            Some(format!("damaged {}", path.file_name().unwrap().to_string_lossy()))
         }
-        Event::Resumed { step } => heard.push(format!("resumed {step}")),
-        _ => {}
-    });
-    heard
+        Event::Resumed { step } => Some(format!("resumed {step}")),
+        _ => None,
+    })
 }
 
 #[test]

@@ -8,7 +8,7 @@ use moh_recipe::Recipe;
 use moh_train::{Event, Outcome};
 
 use super::{STEPS, killed_at, remains};
-use crate::support::driver::{finish, reference, stop_at, watch};
+use crate::support::driver::{finish, reference, stop_at, stop_when, watch};
 use crate::support::{TestRun, run_of};
 
 /// Runs a recipe, asking it to stop before the batches number `batch` of its evaluations, or before the first
@@ -109,10 +109,8 @@ fn a_run_that_is_stopped_at_its_export_is_finished_by_the_same_command() {
     };
     stop_at(&recipe, STEPS);
     is_unfinished();
-    let again = watch(&recipe, |event, stop| {
-        stop.fetch_or(matches!(event, Event::Resumed { .. }), Ordering::Relaxed);
-    });
-    assert_eq!(again.unwrap(), Outcome::Stopped { step: STEPS });
+    let again = stop_when(&recipe, |event| matches!(event, Event::Resumed { .. }));
+    assert_eq!(again, Outcome::Stopped { step: STEPS });
     is_unfinished();
     assert!(finish(&recipe) == *reference());
 }

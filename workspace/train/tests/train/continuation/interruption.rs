@@ -6,7 +6,7 @@ use moh_train::Outcome;
 use serde_json::Value;
 
 use super::{STEPS, killed_at, remains, uninterrupted};
-use crate::support::driver::{self, finish, reference, refusal, resumed, stop_at};
+use crate::support::driver::{self, finish, finish_in_parts, reference, refusal, resumed, stop_at};
 use crate::support::results::Results;
 use crate::support::{TestRun, run_of};
 
@@ -33,12 +33,7 @@ fn a_run_continues_with_another_recomputation_and_the_same_bits() {
 
 #[test]
 fn a_run_that_is_stopped_at_every_step_ends_the_same() {
-    let place = TestRun::new();
-    let recipe = place.recipe(&[]);
-    for step in 1..STEPS {
-        stop_at(&recipe, step);
-    }
-    assert!(finish(&recipe) == *reference());
+    assert!(finish_in_parts(&TestRun::new().recipe(&[]), 1..STEPS) == *reference());
 }
 
 #[test]
@@ -85,12 +80,7 @@ fn layers_with_other_heads_continue_with_the_same_bits() {
     let converted = &summary["evaluations"][2]["moment"]["converted"];
     assert_eq!(converted["active_heads"], serde_json::json!([4, 3]));
     assert!(expected.metrics[9]["balance_loss"].as_f64().unwrap() > 0.0);
-    let place = TestRun::new();
-    let recipe = place.recipe(&changes);
-    for step in [3, 7] {
-        stop_at(&recipe, step);
-    }
-    assert!(finish(&recipe) == expected);
+    assert!(finish_in_parts(&TestRun::new().recipe(&changes), [3, 7]) == expected);
 }
 
 #[test]
@@ -128,12 +118,8 @@ fn runs_of_every_element_type_and_data_option_continue_exactly() {
     ] {
         let expected = uninterrupted(overrides);
         assert!(expected.metrics != reference().metrics, "{overrides:?} had no effect");
-        let place = TestRun::new();
-        let recipe = place.recipe(overrides);
-        for step in [3, 5, 7] {
-            stop_at(&recipe, step);
-        }
-        assert!(finish(&recipe) == expected, "{overrides:?}");
+        let found = finish_in_parts(&TestRun::new().recipe(overrides), [3, 5, 7]);
+        assert!(found == expected, "{overrides:?}");
     }
 }
 

@@ -7,10 +7,10 @@ use std::path::Path;
 use moh_data::TrainingData;
 use moh_plan::{SourceEpochs, open_training};
 use moh_recipe::Recipe;
-use serde_json::Value;
+use moh_testkit::programs::read_json;
 
 use super::{STEPS, killed_at};
-use crate::support::driver::{finish, reference, refusal, refuses, stop_at};
+use crate::support::driver::{finish, finish_in_parts, reference, refusal, refuses, stop_at};
 use crate::support::{TestRun, files, move_tokens, run_of, token_files, write_tokens};
 
 /// A directory with a second file, and overrides that give each stage a mixture and a sequence length of its own.
@@ -43,10 +43,7 @@ fn two_mixtures_of_two_lengths_continue_exactly() {
     assert!(expected.metrics[0] != reference().metrics[0], "another mixture");
     assert_eq!(expected.metrics[9]["tokens"], 640);
     let interrupted = recipe(&place, &overrides, "interrupted");
-    for step in [2, 3, 5, 7, 8] {
-        stop_at(&interrupted, step);
-    }
-    assert!(finish(&interrupted) == expected);
+    assert!(finish_in_parts(&interrupted, [2, 3, 5, 7, 8]) == expected);
     for (step, copy) in copies {
         assert!(finish(&copy) == expected, "killed at {step}");
     }
@@ -57,8 +54,7 @@ fn the_files_of_a_stage_are_compared_by_content() {
     let (place, overrides) = mixtures();
     let recipe = recipe(&place, &overrides[1..], "run");
     stop_at(&recipe, 3);
-    let record = fs::read(run_of(&recipe).inputs()).unwrap();
-    let record: Value = serde_json::from_slice(&record).unwrap();
+    let record = read_json(&run_of(&recipe).inputs());
     let keys: Vec<_> = record["token_files"].as_object().unwrap().keys().collect();
     assert_eq!(keys, ["data.sources.0", "data.validation", "stage.moh.data.sources.0"]);
     // The same content at another path.

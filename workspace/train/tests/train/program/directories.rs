@@ -7,7 +7,7 @@ use std::process::Command;
 
 use super::page::page;
 use super::{PROGRAM, moh_train, prepared, results, started};
-use moh_testkit::programs::{exits, failure, program, success};
+use moh_testkit::programs::{assert_has, exits, failure, program, success};
 
 const SHORT: [&str; 2] = ["stage.adapt.tokens=640", "stage.moh.tokens=640"];
 
@@ -149,11 +149,9 @@ fn validation_sets_may_change_and_a_stage_may_follow_a_finished_run() {
     fs::write(dir.path().join("recipe.toml"), other + more).unwrap();
     let (table, text) = exits(&mut short(dir.path(), &[]), 0);
     assert!(text.contains("continuing after step 20 of 30\n"), "{text}");
-    for expected in
-        ["as loaded, validation ", "after stage moh, validation ", "after stage more, book "]
-    {
-        assert!(table.contains(expected), "{expected}\n{table}");
-    }
+    let rows =
+        ["as loaded, validation ", "after stage moh, validation ", "after stage more, book "];
+    assert_has(&table, &rows);
     let page = page(&dir.path().join("run"));
     assert!(page.contains("book") && page.contains("after stage more, book"));
 }

@@ -7,7 +7,9 @@ use moh_recipe::Recipe;
 use serde_json::Value;
 
 use super::{PROGRAM, moh_train, prepared};
-use moh_testkit::programs::{edit_json, exits, failure, program, success, trainable, two_stages};
+use moh_testkit::programs::{
+    assert_has, edit_json, exits, failure, program, success, trainable, two_stages,
+};
 
 #[test]
 fn lines_count_the_steps_of_all_stages() {
@@ -32,16 +34,15 @@ fn lines_name_data_stages_and_evaluations() {
     assert!(lines.next().unwrap().starts_with("validation before training: loss "), "{text}");
     assert_eq!(lines.next(), Some("stage adapt: dense attention, 8 heads, 60 steps"));
     assert!(lines.next().unwrap().contains(", gradient norm "), "{text}");
-    for expected in [
+    let parts = [
         "validation after stage adapt: loss ",
         "validation after conversion, 6 of 8 heads: loss ",
         "stage moh: Mixture-of-Head, 6 of 8 heads, 60 steps\n",
         "validation after stage moh: loss ",
         "checkpoint of step 7 complete after ",
         "checkpoint of step 120 complete after ",
-    ] {
-        assert!(text.contains(expected), "{expected}\n{text}");
-    }
+    ];
+    assert_has(&text, &parts);
     // moh-eval reads 2000 / 16 windows, the run 2 micro-batches of 2.
     let note = "\nmoh-eval reads all 125 windows; the table's losses are of the first 4\n";
     assert!(table.ends_with(note), "{table}");

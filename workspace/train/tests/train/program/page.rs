@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use super::PROGRAM;
-use moh_testkit::programs::{program, success, trainable, two_stages};
+use moh_testkit::programs::{assert_has, program, success, trainable, two_stages};
 use moh_testkit::whole_page::check;
 
 /// The page of a run, made by the program beside this one.
@@ -24,7 +24,7 @@ fn a_finished_run_has_every_section() {
     let out = success(program(PROGRAM, dir.path()).args(["--recipe", "recipe.toml"]));
     assert!(out.contains("moh-report run\n"), "{out}");
     let page = page(&dir.path().join("run"));
-    for expected in [
+    let parts = [
         "Run run",
         "finished",
         "Training and validation loss",
@@ -42,9 +42,8 @@ fn a_finished_run_has_every_section() {
         "<dt>machine</dt>",
         " thread",
         "routed_top_k = 2",
-    ] {
-        assert!(page.contains(expected), "{expected}");
-    }
+    ];
+    assert_has(&page, &parts);
     assert!(!page.contains("Steps that were not applied"));
     // Two routed heads of four: half of the tokens on average, whatever the head.
     let table = page.split("Percent of the tokens that select each head").nth(1).unwrap();

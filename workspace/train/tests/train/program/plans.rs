@@ -4,15 +4,15 @@ use std::fs;
 use std::process::Command;
 
 use super::{PROGRAM, moh_train, prepared};
-use moh_testkit::programs::{VOCABULARY, failure, program, repository, success, write_tokens};
+use moh_testkit::programs::{
+    VOCABULARY, assert_has, failure, program, repository, success, write_tokens,
+};
 
 #[test]
 fn the_plan_of_the_papers_run_needs_nothing_but_the_repository() {
-    let mut command = program(PROGRAM, &repository());
-    command.args(["--recipe", "recipes/moh-llama3-8b.toml", "--plan", "--device-tflops", "600"]);
-    let text = success(&mut command);
-    assert!(text.contains("8,030,261,248"), "{text}");
-    assert!(text.contains("Time on one device that achieves 600 TFLOP/s, assumed\n"), "{text}");
+    let text = success(&mut cluster_plan(&["--device-tflops", "600"]));
+    let time = "Time on one device that achieves 600 TFLOP/s, assumed\n";
+    assert_has(&text, &["8,030,261,248", time]);
     assert!(!repository().join("runs/moh-llama3-8b").exists());
 }
 
@@ -44,9 +44,8 @@ fn a_plan_shows_the_epochs_of_each_source() {
     // 4,000 sequences: 1,000 of the 124 of one file and 3,000 of the 1,000 of the other.
     let long = ["stage.adapt.tokens=32000", "stage.moh.tokens=32000"];
     let text = plan(&[&[sources], &long[..]].concat());
-    for expected in ["8.06 epochs", "3.00 epochs", "16,000 of 2,000", "48,000 of 16,001"] {
-        assert!(text.contains(expected), "{expected}\n{text}");
-    }
+    let epochs = ["8.06 epochs", "3.00 epochs", "16,000 of 2,000", "48,000 of 16,001"];
+    assert_has(&text, &epochs);
     assert_eq!(text.matches("warning: ").count(), 2, "{text}");
     // Each window is read once.
     let once = plan(&["data.sources=[{path = \"more\"}]", "stage.moh.tokens=12160"]);
@@ -67,21 +66,18 @@ const H100: &str = "recipes/hardware/h100-sxm.toml";
 #[test]
 fn the_plan_of_many_ranks_has_their_memory_traffic_and_time() {
     let text = success(&mut cluster_plan(&["--ranks", "64"]));
-    for expected in ["Layout of 64 ranks", "2 x 32 x 1", "1 x 8 x 8", "Sent by one rank in a step"]
-    {
-        assert!(text.contains(expected), "{expected}\n{text}");
-    }
+    let parts = ["Layout of 64 ranks", "2 x 32 x 1", "1 x 8 x 8", "Sent by one rank in a step"];
+    assert_has(&text, &parts);
     assert!(!text.contains("Predicted time") && !text.contains("one process"), "{text}");
     let text = success(&mut cluster_plan(&["--ranks", "64", "--hardware", H100]));
-    for expected in [
+    let parts = [
         "Predicted time on H100 SXM 80 GB",
         "pipeline bubble",
         "tokens/s",
         "stage, without its checkpoints",
         "one checkpoint: not known; set node.filesystem_write_gb_per_s and node.hash_gb_per_s",
-    ] {
-        assert!(text.contains(expected), "{expected}\n{text}");
-    }
+    ];
+    assert_has(&text, &parts);
     // Each time names how its rates are known, and the rates follow.
     let ends = |start: &str, end: &str| {
         let mut lines = text.lines().map(str::trim);

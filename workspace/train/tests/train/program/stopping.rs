@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::{PROGRAM, ended_by, moh_train, newest_checkpoint, prepared, results, started};
 use crate::support::job::signal;
 use moh_testkit::programs::{
-    VOCABULARY, exits, failure, isolate, names, program, success, write_tokens,
+    VOCABULARY, exits, failure, isolate, names, program, read_json, success, write_tokens,
 };
 
 #[test]
@@ -133,9 +133,7 @@ fn another_number_of_threads_changes_no_bit_and_may_change_on_resume() {
     let run = started(&mut moh_train(dir.path(), &[long, "run.threads=3"]), 5);
     assert_eq!(ended_by("TERM", run).0, Some(75));
     let threads = |run: &str| {
-        let text = fs::read_to_string(dir.path().join(run).join("machine.json")).unwrap();
-        let machine: serde_json::Value = serde_json::from_str(&text).unwrap();
-        machine["threads"].as_u64().unwrap()
+        read_json(&dir.path().join(run).join("machine.json"))["threads"].as_u64().unwrap()
     };
     assert_eq!((threads("whole"), threads("run")), (1, 3));
     success(&mut moh_train(dir.path(), &[long, "run.threads=2"]));

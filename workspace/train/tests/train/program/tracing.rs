@@ -4,10 +4,8 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use serde_json::Value;
-
 use super::{moh_train, prepared, results};
-use moh_testkit::programs::{exits, failure, names, success};
+use moh_testkit::programs::{exits, failure, names, read_json, success};
 
 #[test]
 fn chosen_steps_leave_a_timeline_and_others_none() {
@@ -22,8 +20,8 @@ fn chosen_steps_leave_a_timeline_and_others_none() {
     let expected = ["trace-step-2.json", "trace-step-60.json", "trace-step-61.json"];
     assert_eq!((traces("run"), traces("whole")), (expected.map(str::to_owned).into(), Vec::new()));
     assert!(results(&dir.path().join("run")) == results(&dir.path().join("whole")));
-    let text = fs::read_to_string(dir.path().join("run/trace-step-60.json")).unwrap();
-    let events: Vec<Value> = serde_json::from_str(&text).unwrap();
+    let trace = read_json(&dir.path().join("run/trace-step-60.json"));
+    let events = trace.as_array().unwrap();
     for name in ["step 60", "backward 1", "gradient norm", "evaluation", "checkpoint"] {
         assert!(events.iter().any(|event| event["name"] == name), "{name}");
     }

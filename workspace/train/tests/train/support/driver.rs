@@ -13,6 +13,7 @@ use moh_train::{Event, Outcome, Replay, Result, RunOptions};
 
 use super::results::Results;
 use super::{TestRun, copy_running, run_of};
+use moh_testkit::assert_refused;
 use moh_testkit::ranks::on_ranks;
 
 /// How a run starts and ends.
@@ -99,8 +100,7 @@ pub fn refusal(recipe: &Recipe) -> String {
 /// Checks that a recipe ends with an error whose message has this part.
 #[track_caller]
 pub fn refuses(recipe: &Recipe, part: &str) {
-    let error = refusal(recipe);
-    assert!(error.contains(part), "{error}");
+    assert_refused(run(recipe), part);
 }
 
 /// Runs or resumes a recipe to its end.
@@ -115,28 +115,30 @@ pub fn finish_from(recipe: &Recipe, step: u64) -> Results {
     Start { resume_step: Some(step), ..Start::default() }.finish(recipe)
 }
 
+/// As [`finish`]; returns what `of` makes of the events.
+#[track_caller]
+pub fn heard<R>(recipe: &Recipe, of: impl Fn(&Event<'_>) -> Option<R>) -> Vec<R> {
+    let mut found = Vec::new();
+    Start::default().finish_and_hear(recipe, |event, _| found.extend(of(event)));
+    found
+}
+
 /// As [`finish`]; returns the warnings.
 #[track_caller]
 pub fn warnings(recipe: &Recipe) -> Vec<String> {
-    let mut found = Vec::new();
-    Start::default().finish_and_hear(recipe, |event, _| {
-        if let Event::Warning { text } = event {
-            found.push((*text).to_owned());
-        }
-    });
-    found
+    heard(recipe, |event| match event {
+        Event::Warning { text } => Some((*text).to_owned()),
+        _ => None,
+    })
 }
 
 /// As [`finish`]; returns the steps after which the run was resumed.
 #[track_caller]
 pub fn resumed(recipe: &Recipe) -> Vec<u64> {
-    let mut found = Vec::new();
-    Start::default().finish_and_hear(recipe, |event, _| {
-        if let Event::Resumed { step } = event {
-            found.push(*step);
-        }
-    });
-    found
+    heard(recipe, |event| match event {
+        Event::Resumed { step } => Some(*step),
+        _ => None,
+    })
 }
 
 /// Runs or resumes a recipe until it stops with a checkpoint of `step`.
@@ -144,6 +146,21 @@ pub fn resumed(recipe: &Recipe) -> Vec<u64> {
 pub fn stop_at(recipe: &Recipe, step: u64) {
     let stopped = Start { stop_at: step, ..Start::default() }.run(recipe);
     assert_eq!(stopped.unwrap(), Outcome::Stopped { step });
+}
+
+/// Runs or resumes a recipe to its end; it stops with a checkpoint of each of these steps.
+#[track_caller]
+pub fn finish_in_parts(recipe: &Recipe, steps: impl IntoIterator<Item = u64>) -> Results {
+    steps.into_iter().for_each(|step| stop_at(recipe, step));
+    finish(recipe)
+}
+
+/// Runs a recipe until an event asks it to stop.
+pub fn stop_when(recipe: &Recipe, asks: impl Fn(&Event<'_>) -> bool) -> Outcome {
+    let stopped = watch(recipe, |event, stop| {
+        stop.fetch_or(asks(event), Ordering::Relaxed);
+    });
+    stopped.unwrap()
 }
 
 /// The results of the recipe as it stands.
@@ -165,6 +182,20 @@ pub fn run_on(
         let asked = if reached.contains(&world.rank()) { &stop } else { &never };
         run_in(world, recipe, RunOptions::new(asked), &mut |event| heard(&event, &stop))
     })
+}
+
+/// Runs a recipe on ranks until an event asks the `reached` ones to stop; all have the same outcome.
+pub fn stop_ranks_when(
+    ranks: (usize, Range<usize>),
+    recipe: &Recipe,
+    asks: impl Fn(&Event<'_>) -> bool + Sync,
+) -> Outcome {
+    let outcomes = run_on(ranks, recipe, &|event, stop| {
+        stop.fetch_or(asks(event), Ordering::Relaxed);
+    });
+    let outcomes: Vec<_> = outcomes.into_iter().map(Result::unwrap).collect();
+    assert!(outcomes.iter().all(|outcome| *outcome == outcomes[0]), "{outcomes:?}");
+    outcomes[0].clone()
 }
 
 #[track_caller]

@@ -6,8 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
-use serde_json::Value;
-
+use moh_checkpoint::run_log::metrics;
 use moh_testkit::launcher::{Launcher, wait_until};
 use moh_testkit::programs::{isolate, trainable};
 
@@ -98,9 +97,8 @@ impl Drop for Job {
 
 /// The recorded losses of a run's steps.
 pub fn losses(run: &Path) -> Vec<f64> {
-    let text = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
-    let loss = |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap();
-    text.lines().map(loss).collect()
+    let lines = metrics::read(&run.join("metrics.jsonl")).unwrap();
+    lines.iter().map(|line| line.loss).collect()
 }
 
 /// The order of sums differs between layouts, and 80 steps propagate the difference.

@@ -174,31 +174,10 @@ pub fn remove_tokens(prefix: &Path) {
     token_files(prefix).iter().for_each(|path| fs::remove_file(path).unwrap());
 }
 
-/// Changes a bit of the byte at a position, which may depend on the file's length.
-pub fn flip(path: &Path, position: impl Fn(usize) -> usize) {
-    let mut bytes = fs::read(path).unwrap();
-    let position = position(bytes.len());
-    bytes[position] ^= 1;
-    fs::write(path, bytes).unwrap();
-}
-
 /// Cuts the last bytes of a file off.
 pub fn shorten(path: &Path) {
     let bytes = fs::read(path).unwrap();
     fs::write(path, &bytes[..bytes.len() - 7]).unwrap();
-}
-
-/// Copies a directory in which nothing changes meanwhile.
-pub fn copy_all(from: &Path, to: &Path) {
-    fs::create_dir_all(to).unwrap();
-    for entry in fs::read_dir(from).unwrap() {
-        let path = entry.unwrap().path();
-        let target = to.join(path.file_name().unwrap());
-        match path.is_dir() {
-            true => copy_all(&path, &target),
-            false => drop(fs::copy(&path, target).unwrap()),
-        }
-    }
 }
 
 /// Copies the directory of a run whose checkpoints are written in the background, at a moment at which
