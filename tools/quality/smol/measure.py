@@ -84,12 +84,15 @@ class Measurement:
         found = json.loads(self.programs.run("moh-eval", "loss", "--model", model, *data, *arguments))["losses"]
         return {topic: measured["loss"] for topic, measured in zip(TOPICS, found, strict=True)}
 
-    def measure(self, row):
-        """Converts the model, and gives the row with its losses."""
-        options = VARIANTS[row["variant"]]
-        if options is None:
-            return row | {"losses": self.loss(MODEL), "processor": processor()}
-        out = WORK / "converted" / row["variant"].replace(" ", "-").replace(",", "")
+    def model(self, variant):
+        """The directory of a variant, which is converted unless it is there."""
+        if VARIANTS[variant] is not None and not (ROOT / directory(variant)).exists():
+            self.convert(variant)
+        return MODEL if VARIANTS[variant] is None else directory(variant)
+
+    def convert(self, variant):
+        """Converts the model, and gives the seconds and the receipt."""
+        options, out = VARIANTS[variant], directory(variant)
         shutil.rmtree(ROOT / out, ignore_errors=True)
         receipt = Path(f"{out}.json")
         if Path(f"{ROOT / OWN_TEXT}.idx").exists():
@@ -102,12 +105,24 @@ class Measurement:
         for ending in ("bin", "idx", "json"):
             if Path(f"{ROOT / out}-own-text.{ending}").exists():
                 shutil.move(f"{ROOT / out}-own-text.{ending}", f"{ROOT / OWN_TEXT}.{ending}")
-        printed = json.loads((ROOT / receipt).read_text()).get("calibration")
-        row = row | {"losses": self.loss(out), "seconds": round(seconds, 1), "processor": processor()}
+        return seconds, json.loads((ROOT / receipt).read_text())
+
+    def measure(self, row):
+        """Converts the model, and gives the row with its losses."""
+        variant = row["variant"]
+        if VARIANTS[variant] is None:
+            return row | {"losses": self.loss(MODEL), "processor": processor()}
+        seconds, receipt = self.convert(variant)
+        printed = receipt.get("calibration")
+        row = row | {"losses": self.loss(directory(variant)), "seconds": round(seconds, 1), "processor": processor()}
         if printed:
             row["printed"] = [printed["loss"], printed["loss_dense"]]
             row["ridges"] = [layer["ridge"] for layer in printed["layers"] if "ridge" in layer]
         return row
+
+
+def directory(variant):
+    return WORK / "converted" / variant.replace(" ", "-").replace(",", "")
 
 
 def processor():
