@@ -200,7 +200,8 @@ fn a_layer_whose_heads_are_all_shared_is_left_dense() {
     let moh = MohConfig { shared_heads, routed_top_k, ..moh(4, 2) };
     let (found, _) = run(&config, &refit(moh, SharedChoice::CalibratedNumber));
     assert_eq!((found.layers[0].shared.len(), found.layers[0].top_k), (8, 0));
-    assert!(found.layers[0].error.unwrap() < 1e-9);
+    // Nothing but the rounding of products in f32, of which a few first tokens are the largest part.
+    assert!(found.layers[0].error.unwrap() < 1e-6);
 }
 
 #[test]

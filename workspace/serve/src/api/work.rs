@@ -186,9 +186,10 @@ mod tests {
         // One that has left keeps no place.
         left.abort();
         drop(first);
-        let place = short.await.unwrap();
-        assert!(!long.is_finished());
-        drop(place);
+        tokio::task::yield_now().await;
+        tokio::task::yield_now().await;
+        assert!(short.is_finished() && !long.is_finished());
+        drop(short.await.unwrap());
         assert!(long.await.unwrap().is_some());
     }
 }
