@@ -41,7 +41,7 @@ pub(crate) struct CalibrationArguments {
     #[arg(long, value_name = "N", value_parser = at_least::<usize>(1), requires = "calibration")]
     calibration_length: Option<usize>,
     /// Which heads are shared: the first ones, those that --calibration finds best, or these of each layer, layers
-    /// separated by semicolons: 0,5;1,2, or once for all of them [default: calibrated with --calibration, else first]
+    /// separated by semicolons: '0,5;1,2', or once for all of them [default: calibrated with --calibration, else first]
     #[arg(long, value_name = "first|calibrated|IDS")]
     pub(crate) shared: Option<SharedArgument>,
     /// Whether the output projections are refitted to the heads that tokens compute [default: on with
