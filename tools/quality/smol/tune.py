@@ -18,7 +18,7 @@ from pathlib import Path
 from measure import VARIANTS, Measurement, processor  # isort: skip
 from bed import MODEL, TOPICS, WORK, make, text_id
 from programs import add_options, measure_rows
-from results import ROOT, read
+from results import read
 
 HERE = Path(__file__).resolve().parent
 # What a run learns from: the dense model's distribution, the tokens of the text, or both.
@@ -71,10 +71,9 @@ class Tuning:
             settings["stage.tune.distill"] = TARGETS[row["target"]]
         start = time.monotonic()
         self.programs.train(HERE / "tune.toml", settings)
-        seconds = time.monotonic() - start
-        evaluations = json.loads((ROOT / run / "summary.json").read_text())["evaluations"]
-        untuned, losses = evaluations[0]["losses"], evaluations[-1]["losses"]
-        return row | {"untuned": untuned, "losses": losses, "seconds": round(seconds, 1), "processor": processor()}
+        seconds = round(time.monotonic() - start, 1)
+        untuned, losses = (self.conversions.loss(model) for model in (settings["model.from"], run / "export"))
+        return row | {"untuned": untuned, "losses": losses, "seconds": seconds, "processor": processor()}
 
 
 def shown(row, dense):
