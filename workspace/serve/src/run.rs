@@ -32,7 +32,7 @@ const DEFAULT_CACHE_BYTES: u64 = 4 << 30;
 const MAX_BYTES: u64 = 1 << 44;
 /// The time that the rest has to end after a signal, once nothing is computed any more: connections, and templates that
 /// do not end.
-const LAST_TASKS: Duration = Duration::from_secs(4);
+const LAST_TASKS: Duration = Duration::from_secs(3);
 
 /// A server that is about to start.
 pub struct Serve<'a> {
