@@ -54,6 +54,8 @@ class Tuning:
     def __init__(self, options):
         self.conversions = Measurement(options)
         self.programs = self.conversions.programs
+        # Losses before training, by model: all runs of a conversion have the same.
+        self.untuned = {}
 
     def measure(self, row):
         """Trains one run, and gives the row with its losses."""
@@ -72,8 +74,10 @@ class Tuning:
         start = time.monotonic()
         self.programs.train(HERE / "tune.toml", settings)
         seconds = round(time.monotonic() - start, 1)
-        untuned, losses = (self.conversions.loss(model) for model in (settings["model.from"], run / "export"))
-        return row | {"untuned": untuned, "losses": losses, "seconds": seconds, "processor": processor()}
+        model, losses = settings["model.from"], self.conversions.loss(run / "export")
+        if model not in self.untuned:
+            self.untuned[model] = self.conversions.loss(model)
+        return row | {"untuned": self.untuned[model], "losses": losses, "seconds": seconds, "processor": processor()}
 
 
 def shown(row, dense):

@@ -80,7 +80,7 @@ pub struct Losses {
     pub calibrated: f64,
 }
 
-/// How many other tokens the first one of a window weighs as much as.
+/// The weight of the first token of a window in fits and in the search; other tokens have the weight 1.
 const FIRST_TOKEN: f32 = 32.0;
 
 /// Outputs of heads, and elements, that a thread takes at a time.

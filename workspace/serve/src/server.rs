@@ -38,12 +38,12 @@ const MAX_HEADERS: usize = 64;
 const PAUSE: Duration = Duration::from_millis(100);
 /// The time after which a connection that waits for its client makes room with others.
 const MIN_WAIT: Duration = Duration::from_secs(1);
-/// The share of the connections that is not answered, so that they can make room: one of so many.
+/// One of so many connections does not wait for an answer, and can make room.
 const NOT_ANSWERED: usize = 16;
 /// The time between two looks whether a client has left.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// What a connection does: it waits for its client, or the client for an answer, which has one of the places.
+/// What a connection does: it waits for its client, or its client waits for an answer, which takes one of the places.
 #[derive(Debug)]
 pub struct Phase {
     since: Mutex<Option<Instant>>,

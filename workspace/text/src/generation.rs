@@ -139,18 +139,19 @@ mod tests {
         ] {
             assert_eq!(as_calls(source), (expected.to_owned(), true));
         }
-        let others = r#"
-{# {% generation %} #}
-{{ '{% generation %}' }}
-{{ "\"{% generation %}" }}
-{% raw %}{% generation %}{% endraw %}
-{% if generation %}{% endif %}
-{% set generation = 1 %}
-{% generation
-{{
-{% raw %}
-{"#;
-        for source in others.lines() {
+        for source in [
+            "",
+            "{# {% generation %} #}",
+            "{{ '{% generation %}' }}",
+            "{{ \"\\\"{% generation %}\" }}",
+            "{% raw %}{% generation %}{% endraw %}",
+            "{% if generation %}{% endif %}",
+            "{% set generation = 1 %}",
+            "{% generation",
+            "{{",
+            "{% raw %}",
+            "{",
+        ] {
             assert_eq!(as_calls(source), (source.to_owned(), false));
         }
         let (calls, found) = as_calls("{%- raw -%}{{ {%- endraw %}{% generation %}");

@@ -199,9 +199,14 @@ fn companions_are_the_tokenizers_and_the_generation_settings() {
     for dir in [&source, &tokenizer] {
         fs::create_dir(dir).unwrap();
         fs::create_dir(dir.join(TEMPLATES_FOLDER)).unwrap();
-        let names = "tokenizer.json generation_config.json README.md chat_template.jinja \
-                     additional_chat_templates/rag.jinja additional_chat_templates/notes.txt";
-        for name in names.split(' ') {
+        for name in [
+            "tokenizer.json",
+            "generation_config.json",
+            "README.md",
+            "chat_template.jinja",
+            "additional_chat_templates/rag.jinja",
+            "additional_chat_templates/notes.txt",
+        ] {
             fs::write(dir.join(name), "x").unwrap();
         }
     }

@@ -1,5 +1,5 @@
-//! The memory of answers: bounded for each, and for all large ones together until they are sent. Whole answers take what
-//! they may take until they are texts, and then what their texts take.
+//! The memory of answers: bounded for each, and for all large ones together until they are sent. A whole answer takes its
+//! estimate until its text is made, and then the bytes of the text.
 
 use axum::http::StatusCode;
 use tokio::sync::Semaphore;
@@ -33,7 +33,7 @@ pub(super) fn reserve(bytes: usize) -> Result<Room, ApiError> {
     })
 }
 
-/// The room of what is left of an answer.
+/// Gives back all but `bytes` of an answer's room.
 pub(super) fn shrink(room: Room, bytes: usize) -> Room {
     room.and_then(|mut room| room.split(room.num_permits().min(bytes >> 10)))
 }

@@ -62,8 +62,11 @@ fn text_and_bytes(tokenizer: &TextTokenizer, id: u32) -> (String, Vec<u8>) {
     // Twice, because decoders drop a space at the beginning of a text.
     let (once, twice) = (decode(&[id]), decode(&[id, id]));
     let text = twice.strip_prefix(&once).map_or(once.clone(), str::to_owned);
-    let bytes = bytes_of_token(&tokenizer.token(id).unwrap_or_default());
-    let Some(bytes) = bytes.filter(|_| text.contains('\u{fffd}')) else {
+    if !text.contains('\u{fffd}') {
+        return (text.clone(), text.into_bytes());
+    }
+    let token = tokenizer.token(id).unwrap_or_default();
+    let Some(bytes) = bytes_of_token(&token) else {
         return (text.clone(), text.into_bytes());
     };
     let shown = bytes.iter().map(|byte| format!("\\x{byte:02x}")).collect::<String>();

@@ -22,8 +22,7 @@ static SOME: Places = Places::new(4);
 static LONG: [Places; 2] = [Places::new(1), Places::new(1)];
 /// Time that work waits longer for each of its bytes than other work: a thousand times what a long word takes.
 const TURN_OF_BYTE: Duration = Duration::from_millis(1);
-/// Threads with work of which the time is limited, those that were given up among them; one with much work counts as
-/// several.
+/// Threads for work with a limit of its time, those that were given up among them; one with much work counts as several.
 const THREADS: usize = 8;
 static THREAD_PLACES: Semaphore = Semaphore::const_new(THREADS);
 /// The stack of a thread, of which only what is used takes memory: values of a template may be deep.
@@ -52,7 +51,7 @@ impl Places {
         Places(Mutex::new((count, Vec::new())))
     }
 
-    /// A place for work on so many bytes, which work on less overtakes until it has waited long.
+    /// A place for work on so many bytes. Work on fewer bytes overtakes it until it has waited long.
     async fn acquire(&'static self, bytes: usize) -> Option<Place> {
         let (sender, place) = oneshot::channel();
         self.give(0, Some((Instant::now() + TURN_OF_BYTE * bytes as u32, sender)));

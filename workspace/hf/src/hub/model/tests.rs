@@ -51,9 +51,16 @@ fn a_model_is_fetched_once_into_the_shared_cache() {
     let root = dir.path().join("hub/models--org--tiny");
     assert_eq!(path, root.join("snapshots").join(COMMIT));
     assert_eq!(fs::read_to_string(root.join("refs/main")).unwrap(), COMMIT);
-    let expected = "README.md added_tokens.json additional_chat_templates chat_template.jinja config.json \
-                    model.safetensors tokenizer.json";
-    assert_eq!(names(&path).join(" "), expected);
+    let expected = [
+        "README.md",
+        "added_tokens.json",
+        "additional_chat_templates",
+        "chat_template.jinja",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ];
+    assert_eq!(names(&path), expected);
     for (name, bytes) in wanted.iter().filter(|(name, _)| *name != "pytorch_model.bin") {
         assert_eq!(&fs::read(path.join(name)).unwrap(), bytes, "{name}");
     }

@@ -5,17 +5,51 @@ use std::path::Path;
 
 use super::BYTE_ORDER_MARK;
 
-/// The ends of names of a kind, what it is, and what to do, in lines.
-const KINDS: &str = r#"csv tsv tab psv | a table of separated values | write it as Parquet, as in `pandas.read_csv(NAME).to_parquet("x.parquet")`
-xlsx xls xlsm ods orc avro dta sav h5 hdf5 | a table of another format | write its rows as Parquet or JSON lines, with pandas for example
-html htm xhtml mhtml xml svg rss | markup | extract its text, with trafilatura or pandoc for example
-pdf docx doc odt rtf epub pptx ppt odp mobi djvu ps | a formatted document | extract its text, with pandoc or pdftotext for example
-ipynb | a notebook | convert it, as in `jupyter nbconvert --to markdown`
-npy npz pkl pickle pt pth ckpt bin idx mask safetensors gguf onnx msgpack tfrecord mat rds joblib | binary data, such as arrays or weights | write the texts in it as JSON lines
-sqlite sqlite3 db duckdb mdb lmdb sql | a database | write its rows as JSON, as `sqlite3 -json` does
-png jpg jpeg gif webp bmp tif tiff ico heic mp3 wav flac ogg m4a mp4 mkv avi mov webm | an image, sound or film | name files of text
-tar tgz tbz2 txz rar jar whl iso cab deb rpm zip 7z | an archive | unpack it and name the files in it
-exe dll so o a pyc class wasm | a program | name files of text"#;
+/// The ends of names of a kind, what it is, and what to do.
+const KINDS: [[&str; 3]; 10] = [
+    [
+        "csv tsv tab psv",
+        "a table of separated values",
+        "write it as Parquet, as in `pandas.read_csv(NAME).to_parquet(\"x.parquet\")`",
+    ],
+    [
+        "xlsx xls xlsm ods orc avro dta sav h5 hdf5",
+        "a table of another format",
+        "write its rows as Parquet or JSON lines, with pandas for example",
+    ],
+    [
+        "html htm xhtml mhtml xml svg rss",
+        "markup",
+        "extract its text, with trafilatura or pandoc for example",
+    ],
+    [
+        "pdf docx doc odt rtf epub pptx ppt odp mobi djvu ps",
+        "a formatted document",
+        "extract its text, with pandoc or pdftotext for example",
+    ],
+    ["ipynb", "a notebook", "convert it, as in `jupyter nbconvert --to markdown`"],
+    [
+        "npy npz pkl pickle pt pth ckpt bin idx mask safetensors gguf onnx msgpack tfrecord mat rds joblib",
+        "binary data, such as arrays or weights",
+        "write the texts in it as JSON lines",
+    ],
+    [
+        "sqlite sqlite3 db duckdb mdb lmdb sql",
+        "a database",
+        "write its rows as JSON, as `sqlite3 -json` does",
+    ],
+    [
+        "png jpg jpeg gif webp bmp tif tiff ico heic mp3 wav flac ogg m4a mp4 mkv avi mov webm",
+        "an image, sound or film",
+        "name files of text",
+    ],
+    [
+        "tar tgz tbz2 txz rar jar whl iso cab deb rpm zip 7z",
+        "an archive",
+        "unpack it and name the files in it",
+    ],
+    ["exe dll so o a pyc class wasm", "a program", "name files of text"],
+];
 /// First bytes, and an end of names of the kind.
 const FIRST_BYTES: [(&[u8], &str); 12] = [
     (b"%pdf-", "pdf"),
@@ -52,7 +86,6 @@ pub(crate) fn refusal(name: &Path, end: Option<&str>, start: &[u8]) -> Option<St
 }
 
 fn kind(end: &str) -> Option<(&'static str, &'static str)> {
-    let mut kinds = KINDS.lines().filter_map(|line| line.split_once(" | "));
-    let (_, found) = kinds.find(|(ends, _)| ends.split(' ').any(|known| known == end))?;
-    found.split_once(" | ")
+    let found = KINDS.iter().find(|[ends, ..]| ends.split(' ').any(|known| known == end));
+    found.map(|[_, what, remedy]| (*what, *remedy))
 }
