@@ -60,13 +60,16 @@ pub struct TrainingText {
     pub notes: ChatNotes,
 }
 
-/// What the chat template does not read of conversations.
+/// What is not read of conversations, or not trained on.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChatNotes {
     /// Messages whose content is a list where the template writes a text, or the reverse.
     pub misread: u64,
     /// The keys that it does not name, and how many messages, or conversations beside them, have each.
     pub unnamed: BTreeMap<String, u64>,
+    /// Conversations without a token that is trained on.
+    #[serde(default)]
+    pub untrained: u64,
 }
 
 /// A compiled template; threads may share it.

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use moh_data::{DocumentEnd, TokenFile, with_ending};
 use moh_text::prepare::{
-    BadRecords, Chat, Observer, Prepare, PreparedFile, Progress, Selection, prepare,
+    BadRecords, Chat, Observer, Prepare, Prepared, PreparedFile, Progress, Selection, prepare,
 };
 use moh_text::{ChatTemplate, RenderThreads, TextTokenizer, TrainedTurns};
 use serde_json::{Value, json};
@@ -75,6 +75,10 @@ impl<'a> Case<'a> {
     }
 
     fn run(&self, inputs: &[PathBuf], prefix: &Path) -> Result<Vec<PreparedFile>, String> {
+        self.prepare(inputs, prefix).map(|prepared| prepared.files)
+    }
+
+    fn prepare(&self, inputs: &[PathBuf], prefix: &Path) -> Result<Prepared, String> {
         let template = RenderThreads::new(template(self.source), Duration::MAX)
             .map_err(|error| error.to_string())?;
         let options = Prepare {
@@ -85,7 +89,7 @@ impl<'a> Case<'a> {
             ..Prepare::new(self.tokenizer, inputs, prefix)
         };
         let done = prepare(options, &AtomicBool::new(false), &mut ());
-        done.map(|done| done.unwrap().files).map_err(|error| error.to_string())
+        done.map(Option::unwrap).map_err(|error| error.to_string())
     }
 }
 
@@ -154,6 +158,25 @@ fn the_mask_is_that_of_the_answers_with_the_tokens_that_end_them() {
     let last = Case { turns: TrainedTurns::Last, ..Case::new(&tokenizer, CHAT_ML) };
     last.run(&[input], &prefix).unwrap();
     assert_eq!(read(&tokenizer, &prefix)[0].1, ["three\u{1f6a2} <|im_end|>"]);
+}
+
+#[test]
+fn conversations_that_nothing_is_learned_from_are_counted() {
+    let (dir, tokenizer) = workplace();
+    let (input, prefix) = (dir.path().join("a.jsonl"), dir.path().join("p"));
+    let question = json!([{ "role": "user", "content": "one" }]);
+    let unwanted = json!([{ "role": "assistant", "content": "one", "weight": 0 }]);
+    for (records, expected) in
+        [(vec![turns(1)], 0), (vec![turns(1), question, unwanted, turns(2)], 2)]
+    {
+        let records: Vec<_> =
+            records.into_iter().map(|messages| json!({ "messages": messages })).collect();
+        fs::write(&input, lines(&records)).unwrap();
+        let inputs = std::slice::from_ref(&input);
+        let prepared = Case::new(&tokenizer, CHAT_ML).prepare(inputs, &prefix).unwrap();
+        assert_eq!(prepared.notes.untrained, expected);
+        assert_eq!(prepared.files[0].info.documents, records.len() as u64);
+    }
 }
 
 #[test]

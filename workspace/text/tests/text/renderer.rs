@@ -36,7 +36,7 @@ fn found(case: &Value) -> Result<Value> {
     let turns = if last { TrainedTurns::Last } else { TrainedTurns::All };
     let found = renderer.training_text(&conversation, turns)?;
     let trained: Vec<_> = found.trained.iter().map(|range| &found.text[range.clone()]).collect();
-    let ChatNotes { misread, unnamed } = found.notes;
+    let ChatNotes { misread, unnamed, .. } = found.notes;
     Ok(json!({ "text": found.text, "trained": trained, "misread": misread, "unnamed": unnamed }))
 }
 

@@ -265,7 +265,7 @@ fn left_out(counts: &Counts) -> Vec<String> {
     some.map(|(count, reason)| format!("{} {reason}", counted(count, "document"))).collect()
 }
 
-/// What the chat template did not read.
+/// What the chat template did not read, and what nothing is learned from.
 fn chat_notes(notes: &ChatNotes) -> Vec<String> {
     let keys = notes.unnamed.iter();
     let keys: Vec<_> =
@@ -280,7 +280,13 @@ fn chat_notes(notes: &ChatNotes) -> Vec<String> {
             counted(notes.misread, "message")
         )
     });
-    unread.into_iter().chain(misread).collect()
+    let untrained = (notes.untrained > 0).then(|| {
+        format!(
+            "{} without an answer to train on, which take time and teach nothing: leave them out",
+            counted(notes.untrained, "conversation")
+        )
+    });
+    unread.into_iter().chain(misread).chain(untrained).collect()
 }
 
 const EXPECTED_SHARE: &str = "expected a share of the documents above 0 and at most 1, as in 0.1";

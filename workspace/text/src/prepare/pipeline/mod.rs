@@ -37,6 +37,7 @@ const WAIT: Duration = Duration::from_millis(50);
 impl ChatNotes {
     pub(crate) fn add(&mut self, other: &Self) {
         self.misread += other.misread;
+        self.untrained += other.untrained;
         for (key, count) in &other.unnamed {
             if self.unnamed.len() < MAX_UNNAMED || self.unnamed.contains_key(key) {
                 *self.unnamed.entry(key.clone()).or_default() += count;
@@ -295,6 +296,7 @@ impl Batch {
             Encoding::Conversations(chat) => match chat.render(&record.text, &shared.stopped) {
                 Ok(rendered) => {
                     self.notes.add(&rendered.text.notes);
+                    self.notes.untrained += u64::from(rendered.text.trained.is_empty());
                     self.documents.push(Document::of_conversation(work, chat, &rendered)?);
                 }
                 Err(Error::Interrupted) => return Err(Error::Interrupted),
