@@ -47,7 +47,7 @@ impl Structs {
         Ok(())
     }
 
-    /// A module for each namespace, in which the others' structs are named as in C++.
+    /// Returns a module for each namespace, in which the others' structs are named as in C++.
     pub fn text(&self) -> String {
         let module = |(namespace, structs): (&String, &String)| match namespace.as_str() {
             "" => structs.clone(),
@@ -59,7 +59,7 @@ impl Structs {
     }
 }
 
-/// The fields of a struct, up to its first method or its end.
+/// Returns the fields of a struct, up to its first method or its end.
 fn fields_of<'a>(lines: &mut impl Iterator<Item = &'a str>) -> Result<String, String> {
     let (mut text, mut comment) = (String::new(), String::new());
     let mut has_method = false;
@@ -84,7 +84,7 @@ fn fields_of<'a>(lines: &mut impl Iterator<Item = &'a str>) -> Result<String, St
     Err("a struct does not end".into())
 }
 
-/// The fields of a line: `TYPE NAME;`, `TYPE* NAME;`, `TYPE NAME[COUNT];`, or of several names
+/// Returns the fields of a line: `TYPE NAME;`, `TYPE* NAME;`, `TYPE NAME[COUNT];`, or of several names
 /// `TYPE NAME, NAME;` and `TYPE *NAME, *NAME;`.
 fn fields(line: &str) -> Option<String> {
     let line = line.strip_suffix(';')?;

@@ -22,7 +22,7 @@ pub struct Kernel {
     pub shared_bytes: u32,
 }
 
-/// The kernels of a report, in its order.
+/// Returns the kernels of a report, in its order.
 pub fn kernels(report: &str) -> Vec<Kernel> {
     let mut kernels: Vec<Kernel> = Vec::new();
     for line in report.lines() {
@@ -50,7 +50,7 @@ fn before(line: &str, unit: &str) -> Option<u32> {
     text.rsplit(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }
 
-/// The faults in a report, one line each.
+/// Returns the faults in a report, one line each.
 pub fn faults(report: &str, kernels: &[Kernel]) -> Vec<String> {
     let noted = report.lines().filter(|line| CODES.iter().any(|code| line.contains(code)));
     let spills = kernels.iter().filter(|kernel| kernel.name.starts_with(TUNED));
@@ -62,7 +62,7 @@ pub fn faults(report: &str, kernels: &[Kernel]) -> Vec<String> {
     noted.map(|line| line.trim().to_owned()).chain(spills).collect()
 }
 
-/// A table in Markdown.
+/// Returns a table in Markdown.
 pub fn table(kernels: &[Kernel]) -> String {
     let mut sorted: Vec<&Kernel> = kernels.iter().collect();
     sorted.sort_by_key(|kernel| (&kernel.architecture, &kernel.name));

@@ -87,7 +87,7 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         backend.query_norm_forward(args)
     }
 
-    /// The forward pass of attention.
+    /// Returns the forward pass of attention.
     pub fn forward(&mut self, backend: &B) -> Result<()> {
         let QkvShape { heads, kv_heads, head_dim, .. } = self.shape;
         let (first, end) = (heads * head_dim, B::len(&self.qkv));
@@ -105,7 +105,7 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         })
     }
 
-    /// The backward pass of attention.
+    /// Returns the backward pass of attention.
     pub fn backward(&mut self, backend: &B) -> Result<()> {
         backend.attention_backward(AttentionBackward {
             args: attention_args(self.shape, self.router.as_ref()),
@@ -118,7 +118,7 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         })
     }
 
-    /// The gradient of [`Self::route`], from the outputs of a backward pass of attention.
+    /// Returns the gradient of [`Self::route`], from the outputs of a backward pass of attention.
     pub fn route_backward(&mut self, backend: &B) -> Result<()> {
         let table = table::<B>(&self.cos, &self.sin);
         let (shape, d_qkv) = (&self.shape, B::whole_mut(&mut self.d_qkv));
@@ -157,7 +157,7 @@ fn attention_args<B: Backend>(
 const TINY: QkvShape = QkvShape { batch: 8, length: 256, heads: 8, kv_heads: 4, head_dim: 8 };
 const LARGE: QkvShape = QkvShape { batch: 1, length: 512, heads: 32, kv_heads: 8, head_dim: 128 };
 
-/// A quarter of the heads shared, `active` percent of them active.
+/// Returns a quarter of the heads shared, `active` percent of them active.
 fn router(shape: QkvShape, active: usize) -> QueryNormRouter {
     let shared = SharedHeads::first(shape.heads / 4);
     let top_k = shape.heads * active / 100 - shared.len();

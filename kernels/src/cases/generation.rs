@@ -10,7 +10,7 @@ const SEQUENCES: usize = 8;
 const CONTEXT: usize = 16_384;
 const BLOCK_LENGTH: usize = 16;
 
-/// The model's heads; a small model's have a key/value head each.
+/// Returns the model's heads; a small model's have a key/value head each.
 fn shape(sizes: Sizes) -> QkvShape {
     let own = sizes.attention;
     let kv_heads = if sizes == Sizes::SMALL { own.heads } else { own.kv_heads };

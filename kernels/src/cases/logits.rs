@@ -5,7 +5,7 @@ use crate::router::logits::{HeadWeights, LogitRouter, LogitsBackward, LogitsForw
 use crate::router::{RouterGradient, Routing, SharedHeads};
 use crate::{Backend, Element, Heads, QkvShape, Result};
 
-/// A router, which routes once, and its routing.
+/// Returns a router, which routes once, and its routing.
 fn routing<B: Backend, T: Element>(
     backend: &B,
     router: LogitRouter,

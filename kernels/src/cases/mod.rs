@@ -133,7 +133,7 @@ pub fn all<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     cases
 }
 
-/// A buffer of pseudorandom elements between -1 and 1.
+/// Returns a buffer of pseudorandom elements between -1 and 1.
 fn random_elements<B: Backend, T: Element>(backend: &B, len: usize) -> Result<B::Buffer<T>> {
     // Long buffers repeat a period: generating all elements would take longer than the measurement.
     const PERIOD: usize = (1 << 20) + 1;
@@ -148,7 +148,7 @@ fn random_elements<B: Backend, T: Element>(backend: &B, len: usize) -> Result<B:
     Ok(buffer)
 }
 
-/// A buffer of pseudorandom ids below `end`.
+/// Returns a buffer of pseudorandom ids below `end`.
 fn ids<B: Backend>(backend: &B, len: usize, end: usize) -> Result<B::Buffer<u32>> {
     let id = |index| (scramble(index) % end as u64) as u32;
     upload(backend, &(0..len as u64).map(id).collect::<Vec<u32>>())
@@ -160,7 +160,7 @@ fn upload<B: Backend, S: Scalar>(backend: &B, values: &[S]) -> Result<B::Buffer<
     Ok(buffer)
 }
 
-/// The mixing steps of SplitMix (Steele et al. 2014).
+/// Returns the mixing steps of SplitMix (Steele et al. 2014).
 fn scramble(index: u64) -> u64 {
     let mut z = index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -120,7 +120,7 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     cases
 }
 
-/// The tokens of a pass of several sequences.
+/// Returns the tokens of a pass of several sequences.
 fn sample<B: Backend, T: Element>(
     Sizes { vocabulary, .. }: Sizes,
     name: &'static str,
@@ -185,7 +185,7 @@ fn linear_forward<B: Backend, T: Element>(
     ] backend.linear_forward(LinearForward::new(inputs, x, weight, y)))
 }
 
-/// A layer on tokens of several sequences, as in generation, by a packed weight where the device has one.
+/// Returns a layer on tokens of several sequences, as in generation, by a packed weight where the device has one.
 fn linear_generation<B: Backend, T: Element>(
     tokens: usize,
     [inputs, outputs]: [usize; 2],
@@ -214,7 +214,7 @@ fn linear_generation<B: Backend, T: Element>(
     }))
 }
 
-/// A packed random weight; nothing on a device that packs none.
+/// Returns a packed random weight; nothing on a device that packs none.
 fn packed_weight<B: Backend, T: Element>(
     backend: &B,
     inputs: usize,

@@ -40,18 +40,18 @@ struct Counts {
 const UNNAMED: usize = Purpose::ALL.len() - 1;
 
 impl CountingMemory {
-    /// A memory whose counts are 0.
+    /// Creates a memory whose counts are 0.
     pub fn new(device: CountedDevice) -> Self {
         let counts = Counts { purpose: AtomicUsize::new(UNNAMED), ..Counts::default() };
         CountingMemory { device, counts: Arc::new(counts) }
     }
 
-    /// Bytes allocated for a purpose, at most `u64::MAX`.
+    /// Returns the bytes allocated for a purpose, at most `u64::MAX`.
     pub fn bytes(&self, purpose: Purpose) -> u64 {
         self.counts.bytes[purpose as usize].load(Ordering::Relaxed)
     }
 
-    /// Bytes that the device reserves for matmuls when it is opened.
+    /// Returns the bytes that the device reserves for matmuls when it is opened.
     pub fn matmul_workspace(&self) -> u64 {
         match self.device {
             CountedDevice::Cpu => 0,
@@ -59,7 +59,7 @@ impl CountingMemory {
         }
     }
 
-    /// Bytes of the scratch of all threads of this process on the CPU; 0 on a GPU.
+    /// Returns the bytes of the scratch of all threads of this process on the CPU; 0 on a GPU.
     pub fn thread_scratch(&self) -> u64 {
         let of_one = self.counts.thread_scratch.load(Ordering::Relaxed);
         of_one.saturating_mul(rayon::current_num_threads() as u64)

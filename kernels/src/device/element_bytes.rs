@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use crate::scalar::DType;
 
 impl DType {
-    /// Index of the first element that is infinite or not a number.
+    /// Returns the index of the first element that is infinite or not a number.
     pub fn first_not_finite(self, bytes: &[u8]) -> Option<usize> {
         match self {
             DType::F32 => {
@@ -72,7 +72,7 @@ fn write<const N: usize>(values: &[f32], out: &mut [u8], convert: impl Fn(f32) -
     }
 }
 
-/// Index of the first element that is `bad`. Whole blocks are tested without a branch, so that the
+/// Returns the index of the first element that is `bad`. Whole blocks are tested without a branch, so that the
 /// test is limited by memory bandwidth.
 fn first<const N: usize>(bytes: &[u8], bad: impl Fn([u8; N]) -> bool) -> Option<usize> {
     const BLOCK: usize = 1024;

@@ -8,7 +8,7 @@ use std::fmt::Display;
 pub struct Error(String);
 
 impl Error {
-    /// An error with this message.
+    /// Creates an error with this message.
     pub fn new(sentence: String) -> Self {
         Error(sentence)
     }
@@ -32,7 +32,7 @@ impl Error {
 /// Result of a backend's methods.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// The text of an error and of its cause, for errors whose own text does not include the cause,
+/// Returns the text of an error and of its cause, for errors whose own text does not include the cause,
 /// such as the error of a library that cannot be loaded.
 pub fn with_cause(error: &dyn std::error::Error) -> String {
     match error.source() {

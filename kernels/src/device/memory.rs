@@ -101,15 +101,15 @@ pub trait Memory: Send + Sync + Sized + 'static {
     /// Write access to a part of a buffer.
     type ViewMut<'a, S: Scalar>;
 
-    /// A name for messages, such as `the CPU`.
+    /// Returns a name for messages, such as `the CPU`.
     fn name(&self) -> String;
 
-    /// The device's own memory; `None` if buffers are in the host's memory.
+    /// Returns the device's own memory; `None` if buffers are in the host's memory.
     fn memory_info(&self) -> Option<MemoryInfo> {
         None
     }
 
-    /// A buffer of `len` zeros.
+    /// Returns a buffer of `len` zeros.
     fn allocate<S: Scalar>(&self, len: usize) -> Result<Self::Buffer<S>>;
 
     /// Runs a constructor of buffers that have this purpose. It has an effect only on the counts of
@@ -118,7 +118,7 @@ pub trait Memory: Send + Sync + Sized + 'static {
         construct()
     }
 
-    /// Elements of a buffer.
+    /// Returns the elements of a buffer.
     fn len<S: Scalar>(buffer: &Self::Buffer<S>) -> usize;
 
     /// Read access to `range`, which is within the buffer.
@@ -141,17 +141,17 @@ pub trait Memory: Send + Sync + Sized + 'static {
         Self::view_mut(buffer, 0..len)
     }
 
-    /// Elements of a view.
+    /// Returns the elements of a view.
     fn view_len<S: Scalar>(view: Self::View<'_, S>) -> usize {
         Self::region::<S>(view).len
     }
 
-    /// Elements of a mutable view.
+    /// Returns the elements of a mutable view.
     fn view_mut_len<S: Scalar>(view: &Self::ViewMut<'_, S>) -> usize {
         Self::view_len::<S>(Self::as_view(view))
     }
 
-    /// The same view with a shorter lifetime.
+    /// Returns the same view with a shorter lifetime.
     fn reborrow<'v, 'long: 'v, S: Scalar>(view: Self::View<'long, S>) -> Self::View<'v, S> {
         Self::part(view, 0..Self::view_len::<S>(view))
     }
@@ -177,10 +177,10 @@ pub trait Memory: Send + Sync + Sized + 'static {
     /// Read access to the elements of a mutable view.
     fn as_view<'v, S: Scalar>(view: &'v Self::ViewMut<'_, S>) -> Self::View<'v, S>;
 
-    /// The view with its type erased.
+    /// Returns the view with its type erased.
     fn region<'a, S: Scalar>(view: Self::View<'a, S>) -> Region<'a>;
 
-    /// The view with its type erased.
+    /// Returns the view with its type erased.
     fn region_mut<'a, S: Scalar>(view: Self::ViewMut<'a, S>) -> RegionMut<'a>;
 
     /// Copies from the host; both have the same length.

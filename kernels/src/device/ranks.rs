@@ -31,31 +31,31 @@ impl Heads {
         Heads { count, group_size: 1, rank: 0, ranks: 1 }
     }
 
-    /// The number of local heads.
+    /// Returns the number of local heads.
     pub fn local(&self) -> usize {
         self.count / self.ranks
     }
 
-    /// The index in the layer of local head `local`; local heads keep their order.
+    /// Returns the index in the layer of local head `local`; local heads keep their order.
     pub fn index(&self, local: usize) -> usize {
         let group = local / self.group_size * self.ranks + self.rank;
         group * self.group_size + local % self.group_size
     }
 
-    /// The number of the layer's first `shared` heads that are local; they are also the first local
+    /// Returns the number of the layer's first `shared` heads that are local; they are also the first local
     /// heads.
     pub fn local_below(&self, shared: usize) -> usize {
         (0..self.local()).take_while(|&local| self.index(local) < shared).count()
     }
 
-    /// Whether the heads divide among the ranks.
+    /// Returns whether the heads divide among the ranks.
     pub(crate) fn are_sound(&self) -> bool {
         let &Heads { count, group_size, rank, ranks } = self;
         rank < ranks && group_size > 0 && count.is_multiple_of(ranks * group_size)
     }
 }
 
-/// The share of rank `rank` of `ranks` in `count` items: a range, whose length differs by at most
+/// Returns the share of rank `rank` of `ranks` in `count` items: a range, whose length differs by at most
 /// one between ranks.
 pub fn share(count: usize, rank: usize, ranks: usize) -> Range<usize> {
     rank * count / ranks..(rank + 1) * count / ranks
@@ -78,13 +78,13 @@ impl VocabularyRows {
         VocabularyRows { vocab_size, first: 0, count: vocab_size }
     }
 
-    /// The share of rank `rank` of `ranks`.
+    /// Returns the share of rank `rank` of `ranks`.
     pub fn of_rank(vocab_size: usize, rank: usize, ranks: usize) -> Self {
         let local = share(vocab_size, rank, ranks);
         VocabularyRows { vocab_size, first: local.start, count: local.len() }
     }
 
-    /// The index of a token's row among the local ones; `None` if it is not local.
+    /// Returns the index of a token's row among the local ones; `None` if it is not local.
     pub fn local(&self, id: u32) -> Option<usize> {
         (id as usize).checked_sub(self.first).filter(|&row| row < self.count)
     }

@@ -23,7 +23,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub const fn bytes(self) -> usize {
         match self {
             DType::F64 => 8,
@@ -37,12 +37,12 @@ impl DType {
     const ALL: [DType; 7] =
         [DType::F32, DType::F16, DType::BF16, DType::F64, DType::U32, DType::I16, DType::U8];
 
-    /// The type with this short or PyTorch name, if there is one.
+    /// Returns the type with this short or PyTorch name, if there is one.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|dtype| [dtype.name(), dtype.torch_name()].contains(&name))
     }
 
-    /// The name in PyTorch and in `config.json`, which recipes and the command line read too.
+    /// Returns the name in PyTorch and in `config.json`, which recipes and the command line read too.
     pub const fn torch_name(self) -> &'static str {
         match self {
             DType::F32 => "float32",
@@ -55,7 +55,7 @@ impl DType {
         }
     }
 
-    /// The short name, as in Rust, in recipes and on the command line.
+    /// Returns the short name, as in Rust, in recipes and on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",
@@ -83,7 +83,7 @@ impl ElementType {
     /// All element types.
     pub const ALL: [ElementType; 2] = [ElementType::F32, ElementType::BF16];
 
-    /// The type of an element.
+    /// Returns the type of an element.
     pub const fn dtype(self) -> DType {
         match self {
             ElementType::F32 => DType::F32,
@@ -91,17 +91,17 @@ impl ElementType {
         }
     }
 
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub const fn bytes(self) -> usize {
         self.dtype().bytes()
     }
 
-    /// The name in recipes and on the command line.
+    /// Returns the name in recipes and on the command line.
     pub const fn name(self) -> &'static str {
         self.dtype().name()
     }
 
-    /// The type with this short or PyTorch name, if there is one.
+    /// Returns the type with this short or PyTorch name, if there is one.
     pub fn from_name(name: &str) -> Option<Self> {
         let dtype = DType::from_name(name)?;
         Self::ALL.into_iter().find(|element| element.dtype() == dtype)
@@ -120,7 +120,7 @@ pub trait Element: Scalar {
     const ELEMENT: ElementType;
     /// Its value, exactly.
     fn to_f32(self) -> f32;
-    /// The nearest representable value, ties to even.
+    /// Returns the nearest representable value, ties to even.
     fn from_f32(value: f32) -> Self;
 }
 
@@ -150,7 +150,7 @@ impl Element for bf16 {
     fn to_f32(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
     }
-    /// The same as [`bf16::from_f32`], without a branch, so that loops over it vectorise.
+    /// Returns the same as [`bf16::from_f32`], without a branch, so that loops over it vectorise.
     #[inline(always)]
     fn from_f32(value: f32) -> Self {
         let bits = value.to_bits();

@@ -33,12 +33,12 @@ pub(super) trait Kernel {
     /// Elements of a right block, which stays in a cache.
     const RIGHT: usize;
 
-    /// Columns of a right block of this many terms, a multiple of [`PANEL`].
+    /// Returns the columns of a right block of this many terms, a multiple of [`PANEL`].
     fn columns(depth: usize) -> usize {
         (Self::RIGHT / depth.max(1) / PANEL * PANEL).max(PANEL)
     }
 
-    /// Elements of a packed panel of this many terms.
+    /// Returns the elements of a packed panel of this many terms.
     fn panel_len(terms: usize) -> usize;
 
     /// Packs whole panels of a right block.
@@ -72,7 +72,7 @@ struct Blocks {
 }
 
 impl Blocks {
-    /// The blocks of a matmul of `[rows, columns, terms]` on some threads. A bf16 result is rounded
+    /// Returns the blocks of a matmul of `[rows, columns, terms]` on some threads. A bf16 result is rounded
     /// once: until the last block its sums are f32 in scratch.
     fn new<K: Kernel>([rows, columns, terms]: [usize; 3], is_bf16: bool, threads: usize) -> Self {
         let depth = depth::<K>(terms);
@@ -100,7 +100,7 @@ pub(super) fn packed_len<K: Kernel>(columns: usize, terms: usize) -> usize {
     columns.div_ceil(PANEL) * K::panel_len(terms)
 }
 
-/// The most scratch, in elements, that threads share in a matmul of at most `most` rows, columns and
+/// Returns the most scratch, in elements, that threads share in a matmul of at most `most` rows, columns and
 /// terms.
 pub(super) fn most_shared_scratch<K: Kernel>(most: usize) -> [usize; 2] {
     // Where there are several blocks, each has at least half of the most terms.
@@ -214,7 +214,7 @@ pub(super) struct BlockPosition {
 }
 
 impl BlockPosition {
-    /// The destination of the block's sums.
+    /// Returns the destination of the block's sums.
     pub(super) fn output<O: Element>(
         &self,
         out: &mut MatrixMut<'_, O>,
@@ -244,7 +244,7 @@ impl BlockPosition {
     }
 }
 
-/// Elements of the output's type as an addend.
+/// Returns the elements of the output's type as an addend.
 fn addend<O: Element>(start: *const O, stride: usize) -> Addend {
     if O::DTYPE == DType::F32 {
         Addend::F32(start.cast(), stride)

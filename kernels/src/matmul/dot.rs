@@ -38,13 +38,13 @@ pub(super) fn along_k<A, B>(left: &Matrix<'_, A>, right: &Matrix<'_, B>) -> bool
     left.column_stride == 1 && right.row_stride == 1
 }
 
-/// Whether the left matrix has few rows and both matrices are contiguous along k.
+/// Returns whether the left matrix has few rows and both matrices are contiguous along k.
 pub(super) fn applies<A, B: Element>(left: &Matrix<'_, A>, right: &Matrix<'_, B>) -> bool {
     let most = if B::DTYPE == DType::F32 { MAX_ROWS_F32 } else { MAX_ROWS };
     left.rows <= most && along_k(left, right)
 }
 
-/// The most scratch, in elements, of a matmul of at most `most` terms.
+/// Returns the most scratch, in elements, of a matmul of at most `most` terms.
 pub(super) fn most_scratch(most: usize) -> [usize; 1] {
     [MAX_ROWS_F32.max(BLOCK_ROWS).saturating_mul(most)]
 }
@@ -207,7 +207,7 @@ pub(crate) fn join<S: Simd>(elements: &mut [f32]) {
     }
 }
 
-/// The inner products of R rows and C columns, each in the same order, which depends on the length and on
+/// Returns the inner products of R rows and C columns, each in the same order, which depends on the length and on
 /// the machine's vectors alone: two interleaved sums of vectors, and the elements that fill no two vectors
 /// one by one.
 #[inline(always)]
@@ -277,7 +277,7 @@ pub(crate) fn prefetch<B>(elements: &[B], ahead: isize) {
     let _ = (elements, ahead);
 }
 
-/// The first or second vector of the elements of two: in order if they are f32, [separated](separate) if
+/// Returns the first or second vector of the elements of two: in order if they are f32, [separated](separate) if
 /// bf16.
 #[inline(always)]
 pub(crate) fn vector_of_two<S: Simd, B: Element>(simd: S, elements: &[B], half: usize) -> S::f32s {

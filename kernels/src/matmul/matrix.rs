@@ -29,12 +29,12 @@ pub(crate) struct Matrix<'a, T> {
 }
 
 impl<'a, T> Matrix<'a, T> {
-    /// A row-major matrix that starts at the slice's start.
+    /// Creates a row-major matrix that starts at the slice's start.
     pub(crate) fn new(data: &'a [T], rows: usize, columns: usize) -> Self {
         Self::with_stride(data, rows, columns, columns)
     }
 
-    /// A row-major matrix whose rows are `row_stride` elements apart.
+    /// Creates a row-major matrix whose rows are `row_stride` elements apart.
     pub(crate) fn with_stride(
         data: &'a [T],
         rows: usize,
@@ -61,7 +61,7 @@ impl<'a, T> Matrix<'a, T> {
         self.transposed().columns(rows).transposed()
     }
 
-    /// The transpose, without moving elements.
+    /// Returns the transpose, without moving elements.
     pub(crate) fn transposed(self) -> Self {
         Matrix {
             rows: self.columns,
@@ -83,7 +83,7 @@ impl<'a, T: Element> Matrix<'a, T> {
         self.cast()
     }
 
-    /// The same matrix if its elements are of type `U`.
+    /// Returns the same matrix if its elements are of type `U`.
     pub(super) fn cast<U: Element>(&self) -> Option<Matrix<'a, U>> {
         let &Matrix { data, rows, columns, row_stride, column_stride } = self;
         let data = cast(data)?;
@@ -108,12 +108,12 @@ pub(crate) struct MatrixMut<'a, T> {
 unsafe impl<T: Send + Sync> Send for MatrixMut<'_, T> {}
 
 impl<'a, T: Element> MatrixMut<'a, T> {
-    /// A row-major matrix that starts at the slice's start.
+    /// Creates a row-major matrix that starts at the slice's start.
     pub(crate) fn new(data: &'a mut [T], rows: usize, columns: usize) -> Self {
         Self::with_stride(data, rows, columns, columns)
     }
 
-    /// A row-major matrix whose rows are `row_stride` elements apart.
+    /// Creates a row-major matrix whose rows are `row_stride` elements apart.
     pub(crate) fn with_stride(
         data: &'a mut [T],
         rows: usize,
@@ -125,12 +125,12 @@ impl<'a, T: Element> MatrixMut<'a, T> {
         MatrixMut { start, rows, columns, row_stride, destination, owner: PhantomData }
     }
 
-    /// The same matrix as another destination.
+    /// Returns the same matrix as another destination.
     pub(crate) fn with(self, destination: impl Into<Destination<'a, T>>) -> Self {
         MatrixMut { destination: destination.into(), ..self }
     }
 
-    /// The columns before `column`, and the rest.
+    /// Returns the columns before `column`, and the rest.
     pub(super) fn split_columns(self, column: usize) -> (Self, Self) {
         assert!(column <= self.columns);
         let part = |columns: Range<usize>| MatrixMut {
@@ -144,7 +144,7 @@ impl<'a, T: Element> MatrixMut<'a, T> {
         (part(0..column), part(column..self.columns))
     }
 
-    /// A view that starts at (row, column); the caller sets its shape.
+    /// Returns a view that starts at (row, column); the caller sets its shape.
     fn view_from(&self, row: usize, column: usize) -> Self {
         // Wrapping: the start of an empty view may be beyond the slice's end; it is not read.
         let start = self.start.wrapping_add(row * self.row_stride + column);
@@ -200,7 +200,7 @@ fn cast<T: Element, U: Element>(data: &[T]) -> Option<&[U]> {
     if T::DTYPE == U::DTYPE { checked(data) } else { None }
 }
 
-/// Whether rows of `columns` elements, `row_stride` apart and not overlapping, fit in `len`
+/// Returns whether rows of `columns` elements, `row_stride` apart and not overlapping, fit in `len`
 /// elements.
 fn fits(len: usize, rows: usize, columns: usize, row_stride: usize) -> bool {
     if rows == 0 || columns == 0 {

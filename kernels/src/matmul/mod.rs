@@ -72,7 +72,7 @@ fn multiply<O: Element, A: Element, B: Element>(
     }
 }
 
-/// The most bytes of a thread's scratch in matmuls of matrices of `T`, of at most `most` rows,
+/// Returns the most bytes of a thread's scratch in matmuls of matrices of `T`, of at most `most` rows,
 /// columns and terms.
 pub(crate) fn most_scratch_bytes<T: Element>(most: usize) -> ScratchBytes {
     fn of<K: Kernel>(own: &[usize], most: usize) -> ScratchBytes {

@@ -28,7 +28,7 @@ pub(super) enum Target {
 }
 
 impl Output {
-    /// The epilogue of a tile that starts at this row and column.
+    /// Returns the epilogue of a tile that starts at this row and column.
     pub(super) fn at(self, row: usize, column: usize) -> Output {
         let at = |stride: usize| row * stride + column;
         let addend = match self.addend {
@@ -70,7 +70,7 @@ impl Output {
 }
 
 impl Addend {
-    /// A vector of `count` elements, and zeros after them.
+    /// Returns a vector of `count` elements, and zeros after them.
     ///
     /// # Safety
     /// The elements are valid from this row and column on.

@@ -30,7 +30,7 @@ pub(crate) struct Packed<'a> {
 }
 
 impl<'a> Packed<'a> {
-    /// A matrix of elements `T` that [`pack`] has written.
+    /// Creates a matrix of elements `T` that [`pack`] has written.
     pub(crate) fn new<T: Element>(data: &'a [u32], terms: usize, columns: usize) -> Self {
         assert_eq!(data.len(), packed_len::<T>(terms, columns), "another matrix was packed");
         Packed { data, terms, columns }
@@ -57,7 +57,7 @@ macro_rules! with_kernel {
     };
 }
 
-/// Elements of a packed matrix; 0 if matrices of `T` are not packed on this machine.
+/// Returns the elements of a packed matrix; 0 if matrices of `T` are not packed on this machine.
 pub(crate) fn packed_len<T: Element>(terms: usize, columns: usize) -> usize {
     with_kernel!(K, T, blocks::<K>(terms).map(|block| len::<K>(columns, block.len())).sum(), 0)
 }

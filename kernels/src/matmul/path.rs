@@ -21,13 +21,13 @@ impl Bf16Path {
     /// The environment variable that names the first implementation to try.
     pub const VARIABLE: &str = "MOH_BF16";
 
-    /// The implementation that this process uses.
+    /// Returns the implementation that this process uses.
     pub fn in_use() -> Self {
         static IN_USE: OnceLock<Bf16Path> = OnceLock::new();
         *IN_USE.get_or_init(|| Self::from_environment().unwrap_or_else(|_| Self::of_processor()))
     }
 
-    /// The implementation to use by the environment variable `MOH_BF16`: the processor's without
+    /// Returns the implementation to use by the environment variable `MOH_BF16`: the processor's without
     /// it, and where the processor lacks the named one.
     ///
     /// # Errors
@@ -61,7 +61,7 @@ impl Bf16Path {
 }
 
 impl Cpu {
-    /// The CPU, if the environment's settings for it can be followed.
+    /// Returns the CPU, if the environment's settings for it can be followed.
     pub fn open() -> Result<Self> {
         Bf16Path::from_environment().map(|_| Cpu)
     }
@@ -76,7 +76,7 @@ impl fmt::Display for Bf16Path {
     }
 }
 
-/// Whether `vdpbf16ps` multiplies more terms in the same time than the f32 instruction does. On
+/// Returns whether `vdpbf16ps` multiplies more terms in the same time than the f32 instruction does. On
 /// Intel's processors it has half of its rate: packing pairs is not repaid.
 #[cfg(target_arch = "x86_64")]
 fn has_full_rate() -> bool {

@@ -35,7 +35,7 @@ enum Path {
     Avx512,
 }
 
-/// Elements between -1 and 1 that bf16 represents.
+/// Returns the elements between -1 and 1 that bf16 represents.
 pub(super) fn elements<T: Element>(len: usize, seed: u32) -> Vec<T> {
     let mut state = seed ^ 0x9e37_79b9;
     let mut next = || {
@@ -45,7 +45,7 @@ pub(super) fn elements<T: Element>(len: usize, seed: u32) -> Vec<T> {
     (0..len).map(|_| T::from_f32(next().to_f32())).collect()
 }
 
-/// A row-major view, or the transpose of one, of this shape.
+/// Returns a row-major view, or the transpose of one, of this shape.
 pub(super) fn view<T>(
     data: &[T],
     rows: usize,

@@ -69,7 +69,7 @@ fn by_vectors(matrix: Matrix<'_, f32>, out: &mut [f32], stride: usize) {
     }
 }
 
-/// The mask of a vector's first `count` elements.
+/// Returns the mask of a vector's first `count` elements.
 #[cfg(target_arch = "x86_64")]
 fn mask(count: usize) -> u16 {
     if count < SQUARE { (1 << count) - 1 } else { u16::MAX }

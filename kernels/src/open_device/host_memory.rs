@@ -22,7 +22,7 @@ pub fn available_memory() -> Option<u64> {
     bytes(&std::fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")
 }
 
-/// The bytes of a line `NAME: N kB`.
+/// Returns the bytes of a line `NAME: N kB`.
 fn bytes(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;

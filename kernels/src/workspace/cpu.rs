@@ -5,7 +5,7 @@ use crate::cross_entropy::{self, HeadShape};
 use crate::scratch::{self, ScratchBytes};
 use crate::{Cpu, Element, Result, attention, matmul, qk_norm, rms_norm};
 
-/// Maximum bytes of scratch of a thread in these passes.
+/// Returns the maximum bytes of scratch of a thread in these passes.
 pub(super) fn thread_scratch_bytes<T: Element>(passes: &WorkingSet) -> ScratchBytes {
     let WorkingSet { attention, qk_norm, training, width, widest, .. } = passes;
     let attention_bytes = attention::cpu::scratch_bytes::<T>(attention, *training);

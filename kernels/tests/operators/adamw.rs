@@ -16,7 +16,7 @@ fn differences(after: &[f64], before: &[f64]) -> Vec<f64> {
     after.iter().zip(before).map(|(a, b)| a - b).collect()
 }
 
-/// The values that an update reads: the weights plus the remainders of their rounding, if there are
+/// Returns the values that an update reads: the weights plus the remainders of their rounding, if there are
 /// any.
 fn exact<B: Backend, T: Element>(
     device: &B,

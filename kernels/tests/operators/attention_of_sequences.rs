@@ -63,7 +63,7 @@ impl<T: Element> Sequence<T> {
 /// Outputs and logarithms of sums.
 type Results<T> = (Vec<T>, Vec<f32>);
 
-/// The attention of new tokens of some sequences in one pass, those of each.
+/// Returns the attention of new tokens of some sequences in one pass, those of each.
 fn run<B: Backend, T: Element>(
     device: &B,
     setting: &Setting,

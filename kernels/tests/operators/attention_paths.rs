@@ -10,7 +10,7 @@ use half::bf16;
 use moh_kernels::attention::AttentionShape;
 use moh_kernels::{AttentionPath, Cuda, QkvShape};
 
-/// The GPUs of this build, emulated and real.
+/// Returns the GPUs of this build, emulated and real.
 fn devices() -> impl Iterator<Item = Cuda> {
     #[cfg(feature = "cuda-emulator")]
     let emulated = Some(Cuda::emulated());

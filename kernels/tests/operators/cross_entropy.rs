@@ -92,7 +92,7 @@ impl<T: Element> Head<T> {
         VocabularyRows::of_rank(self.shape.vocab_size, rank, ranks)
     }
 
-    /// The losses, and the gradients if there is one of the weight's to add to, or to overwrite.
+    /// Returns the losses, and the gradients if there is one of the weight's to add to, or to overwrite.
     pub fn run<B: Backend, G: Element>(
         &self,
         device: &B,
@@ -239,7 +239,7 @@ fn distributions_over_a_part_of_the_rows_agree() {
     }
 }
 
-/// A head of this weight without a teacher, whose inputs are ones.
+/// Returns a head of this weight without a teacher, whose inputs are ones.
 fn of_ones(tokens: usize, width: usize, weight: Vec<f32>) -> Head<f32> {
     Head {
         shape: HeadShape::whole(tokens, width, weight.len() / width),
@@ -298,7 +298,7 @@ fn a_target_without_a_row_is_refused() {
     assert_eq!(refused, "token id 5 is outside the vocabulary of 5");
 }
 
-/// A head of one token and width 1, with a teacher, whose loss alone has a gradient.
+/// Returns a head of one token and width 1, with a teacher, whose loss alone has a gradient.
 fn with_teacher(weight: &[f32], teachers: &[f32], temperature: f32) -> Head<f32> {
     let head = of_ones(1, 1, weight.to_vec());
     Head {

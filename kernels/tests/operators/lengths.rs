@@ -103,7 +103,7 @@ fn refuses_heads<B: Backend>(device: &B, heads: usize) {
     }
 }
 
-/// Whether the backward pass accepts `len` elements of queries, keys and values.
+/// Returns whether the backward pass accepts `len` elements of queries, keys and values.
 fn routes_back<B: Backend>(
     device: &B,
     router: QueryNormRouter,

@@ -376,7 +376,7 @@ fn routers_that_cannot_work_are_refused() {
     assert!(message.contains("divided among 2 ranks"), "{message}");
 }
 
-/// Heads in groups, a router of some of them, and ranks that divide the groups.
+/// Returns the heads in groups, a router of some of them, and ranks that divide the groups.
 fn routers() -> impl Strategy<Value = (Heads, LogitRouter)> {
     let sizes = (1usize..4, 1usize..4, 1usize..6, prop::sample::select(&WEIGHTS));
     sizes.prop_flat_map(|(ranks, groups, group_size, weights)| {

@@ -5,7 +5,7 @@ mod declaration;
 
 use declaration::Structs;
 
-/// The Rust code of a source.
+/// Returns the Rust code of a source.
 fn declared(source: &str) -> Result<String, String> {
     let mut structs = Structs::default();
     structs.read(source)?;

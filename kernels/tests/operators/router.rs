@@ -100,7 +100,7 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
         device.rope_forward::<T>(RopeArgs { shape: &inputs.shape, table, qkv }).unwrap();
     }
 
-    /// The gradients of [`Prepared::route`].
+    /// Returns the gradients of [`Prepared::route`].
     fn backward(&mut self, rotates: bool, routing: &Routing<B>) -> Result<()> {
         let &mut Prepared { device, inputs: Inputs { shape, balance, .. }, router, .. } = self;
         let ([cos, sin], d_qkv) = (&self.angles, B::whole_mut(&mut self.d_qkv));
@@ -133,7 +133,7 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
     }
 }
 
-/// A routing with room for one token more than there are.
+/// Returns a routing with room for one token more than there are.
 fn routing<M: Memory>(memory: &M, shape: &QkvShape, router: QueryNormRouter) -> Routing<M> {
     let (tokens, heads) = (shape.tokens() + 1, all_heads(shape));
     Routing::new(memory, router.routing_shape(tokens, heads).unwrap()).unwrap()

@@ -49,13 +49,13 @@ pub(crate) fn on_ranks<B: Backend + Another, R: Send>(
     })
 }
 
-/// The elements of a rank's local heads in a row with `part` elements per head.
+/// Returns the elements of a rank's local heads in a row with `part` elements per head.
 pub(crate) fn local_columns<S: Copy>(row: &[S], heads: Heads, part: usize) -> Vec<S> {
     let head = |local| row[heads.index(local) * part..][..part].iter().copied();
     (0..heads.local()).flat_map(head).collect()
 }
 
-/// The packed queries, keys and values that are local to a rank.
+/// Returns the packed queries, keys and values that are local to a rank.
 fn local_qkv<T: Copy>(qkv: &[T], shape: &QkvShape, rank: usize, ranks: usize) -> Vec<T> {
     let &QkvShape { heads, kv_heads, head_dim, .. } = shape;
     let queries = Heads { count: heads, group_size: heads / kv_heads, rank, ranks };

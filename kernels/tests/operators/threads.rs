@@ -56,7 +56,7 @@ fn qk_norm<T: Element>(shape: QkvShape, seed: u64) -> Vec<f64> {
     [wide(&normed), wide(&d_qkv), all(&[&d_weight])].concat()
 }
 
-/// The operators over rows of tokens, and the optimiser.
+/// Returns the operators over rows of tokens, and the optimiser.
 fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> Vec<f64> {
     let mut random = Random(seed);
     let x: Vec<T> = random.elements(tokens * width);
@@ -128,7 +128,7 @@ fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> V
     [stored, all(&[&inv_rms, &d_scale, &d_table, &m, &v]), losses, vec![norm]].concat()
 }
 
-/// The squared norm of the gradients, and a step of AdamW: weights and both moments.
+/// Returns the squared norm of the gradients, and a step of AdamW: weights and both moments.
 fn update<T: Element>(weights: &[T], gradients: &[f32]) -> (f64, Vec<T>, [Vec<f32>; 2]) {
     let mut norm = [0f64];
     Cpu.squared_norms(&[gradients], &mut norm).unwrap();

@@ -26,7 +26,7 @@ impl Error {
         "the heads' outputs are all zero or depend on each other: the output projection has no fit",
     );
 
-    /// The same, which names the layer.
+    /// Returns the same, which names the layer.
     pub(crate) fn in_layer(self, layer: usize) -> Self {
         match self {
             Error::Fit(reason) => Error::Invalid(format!("layer {layer}: {reason}")),

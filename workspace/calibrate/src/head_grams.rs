@@ -58,7 +58,7 @@ impl HeadGrams {
         sum
     }
 
-    /// The sum over tokens of |sum of W_h o_h over the heads h that the token does not compute|^2.
+    /// Returns the sum over tokens of |sum of W_h o_h over the heads h that the token does not compute|^2.
     pub fn loss(&self, scores: &Scores, heads: LayerHeads) -> f64 {
         let size = self.heads * self.heads;
         let tokens: Vec<(&[u16], &[f32])> =

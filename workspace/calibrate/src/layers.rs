@@ -106,7 +106,8 @@ pub struct FoundLayer {
 
 /// Keeps the layers of a calibration, so that an interrupted one goes on behind them.
 pub trait LayerStore<E> {
-    /// A layer that an earlier calibration of the same weights, tokens and options has found; `None` from some layer on.
+    /// Returns a layer that an earlier calibration of the same weights, tokens and options has found; `None` from some
+    /// layer on.
     fn known(&mut self, layer: usize) -> Result<Option<FoundLayer>, E>;
 
     /// Keeps the next layer, which is not known.
@@ -335,7 +336,7 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         Ok(())
     }
 
-    /// The routing of a layer, as that of a model of one layer.
+    /// Returns the routing of a layer, as that of a model of one layer.
     fn choose(&mut self, layer: usize, projection: &[f32]) -> Result<MohConfig> {
         let given = self.options.moh.of_layer_alone(layer);
         let (counts, heads) = (given.layer(0), self.config.num_attention_heads);
@@ -349,7 +350,7 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         Ok(given.of_one_layer(best.heads))
     }
 
-    /// The heads' outputs in the dense model, for the tokens of a search.
+    /// Returns the heads' outputs in the dense model, for the tokens of a search.
     fn sample(&mut self, projection: &[f32]) -> Result<LayerSample> {
         let ranking = Ranking::new(self.options.moh.router, self.config);
         let (inputs, width) = (self.config.query_width(), self.config.hidden_size);
@@ -376,13 +377,13 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         Ok(LayerSample::new(scores, ranking, outputs, targets.view(), weight, pass))
     }
 
-    /// The part of a residual stream that some passes have.
+    /// Returns the part of a residual stream that some passes have.
     fn of_passes(&self, stream: &[f32], passes: &[usize]) -> Vec<f32> {
         let of_pass = |&pass| &stream[self.tokens.passes.elements(pass, self.config.hidden_size)];
         passes.iter().flat_map(of_pass).copied().collect()
     }
 
-    /// The cross-entropies by residual streams behind the last layer, each of these passes.
+    /// Returns the cross-entropies by residual streams behind the last layer, each of these passes.
     fn losses(&mut self, streams: &[&[f32]], passes: &[usize]) -> Result<Vec<LossSums>, E> {
         let (batch, length) = self.tokens.passes.shape();
         let mut ends =
@@ -420,8 +421,8 @@ impl LossSums {
     }
 }
 
-/// The heads' outputs of a layer with this routing for the residual stream `x`, times their weights, 0 of heads that a
-/// token does not compute.
+/// Returns the heads' outputs of a layer with this routing for the residual stream `x`, times their weights, 0 of heads
+/// that a token does not compute.
 fn attend<B: Backend>(
     block: &mut BlockPass<B>,
     head_dim: usize,
@@ -463,7 +464,7 @@ fn weighed(
     target
 }
 
-/// The lesser factor of each token in the RMSNorms of two residual streams, `[tokens, hidden_size]`.
+/// Returns the lesser factor of each token in the RMSNorms of two residual streams, `[tokens, hidden_size]`.
 fn norm_scales(config: &ModelConfig, streams: [&[f32]; 2]) -> Vec<f32> {
     let mean = |x: &[f32]| x.iter().map(|x| x * x).sum::<f32>() / x.len() as f32;
     let scale = |(a, b)| (mean(a).max(mean(b)) + config.rms_norm_eps as f32).sqrt().recip();

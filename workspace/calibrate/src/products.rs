@@ -109,7 +109,7 @@ impl<'a, B: Backend> ProductSums<'a, B> {
         Ok(())
     }
 
-    /// The sums so far, which begin again at zero.
+    /// Returns the sums so far, which begin again at zero.
     pub fn take(&mut self) -> Products {
         let zeros = Products::zeros(self.buffers.n, self.buffers.m);
         std::mem::replace(&mut self.sums, zeros)

@@ -54,7 +54,7 @@ impl Products {
         if self.target > 0.0 { residual.max(0.0) / self.target } else { 0.0 }
     }
 
-    /// The sums over the tokens of both.
+    /// Returns the sums over the tokens of both.
     pub fn and(mut self, other: &Products) -> Self {
         self.gram += &other.gram;
         self.cross += &other.cross;
@@ -71,8 +71,8 @@ impl Products {
         }
     }
 
-    /// The ridge whose fit leaves the least error of `others`, tokens that are not fitted to: from the largest one on,
-    /// until the error grows.
+    /// Returns the ridge whose fit leaves the least error of `others`, tokens that are not fitted to: from the largest
+    /// one on, until the error grows.
     pub fn best_ridge(&self, start: ArrayView2<'_, f64>, others: &Products) -> Result<f64> {
         let (mut least, mut best) = (f64::INFINITY, RIDGES[0]);
         for ridge in RIDGES {
@@ -85,7 +85,8 @@ impl Products {
         Ok(best)
     }
 
-    /// The fit W, `[m, n]`, nearest to W0, `start` `[m, n]`; lambda is `ridge` times the mean of the diagonal of F^T F.
+    /// Returns the fit W, `[m, n]`, nearest to W0, `start` `[m, n]`; lambda is `ridge` times the mean of the diagonal
+    /// of F^T F.
     ///
     /// # Errors
     /// Fails if a product is not finite, and if F^T F + lambda I is not
@@ -116,7 +117,7 @@ impl Products {
         Ok(if self.target > 0.0 { least.max(0.0) / self.target } else { 0.0 })
     }
 
-    /// The factor of F^T F + lambda I, in the lower triangle.
+    /// Returns the factor of F^T F + lambda I, in the lower triangle.
     fn factor(&self, ridge: f64) -> Result<Array2<f64>> {
         self.check()?;
         let mut factor = self.gram.clone();
@@ -169,7 +170,7 @@ fn cholesky(mut a: ArrayViewMut2<'_, f64>) -> Result<()> {
     Ok(())
 }
 
-/// The factor of a block, in place in its lower triangle.
+/// Returns the factor of a block, in place in its lower triangle.
 fn factor_block(mut a: ArrayViewMut2<'_, f64>) -> Result<()> {
     for column in 0..a.nrows() {
         for row in column..a.nrows() {

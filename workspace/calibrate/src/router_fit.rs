@@ -58,14 +58,15 @@ impl<'a, B: Backend> RouterSums<'a, B> {
         self.sums.add(normed, &targets)
     }
 
-    /// The fit to the tokens so far; the sums begin again at zero.
+    /// Returns the fit to the tokens so far; the sums begin again at zero.
     pub fn take(&mut self) -> Result<RouterFit> {
         let (products, tokens) = (self.sums.take(), std::mem::take(&mut self.tokens));
         fit(&products, tokens, self.spread)
     }
 }
 
-/// The rows by the sums over `tokens` tokens of the centred norms, which have not been divided by s; `spread` is a.
+/// Returns the rows by the sums over `tokens` tokens of the centred norms, which have not been divided by s; `spread`
+/// is a.
 fn fit(products: &Products, tokens: usize, spread: f64) -> Result<RouterFit> {
     let (heads, width) = products.cross.dim();
     let fit = products.fit(Array2::zeros((heads, width)).view(), RIDGE)?;
@@ -143,7 +144,7 @@ mod tests {
         }
     }
 
-    /// Norms that are a linear map of the input, and the same again in every head.
+    /// Returns the norms that are a linear map of the input, and the same again in every head.
     fn planted(rng: &mut StdRng, size: f32, tokens: usize) -> (Vec<f32>, Vec<f32>, Array2<f64>) {
         let (width, heads) = (10, 6);
         let inputs = random(rng, tokens * width);

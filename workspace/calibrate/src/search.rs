@@ -55,7 +55,7 @@ pub(crate) struct Found {
     pub error: f64,
 }
 
-/// The outputs by which sets are judged in a layer of `width` outputs.
+/// Returns the outputs by which sets are judged in a layer of `width` outputs.
 pub fn judged_outputs(width: usize) -> usize {
     width.min(OUTPUTS)
 }
@@ -98,7 +98,7 @@ impl LayerSample {
         LayerSample { scores, ranking, outputs, targets, judged, weight, pass }
     }
 
-    /// The best set of shared heads of `active` active ones, with one of these numbers of heads.
+    /// Returns the best set of shared heads of `active` active ones, with one of these numbers of heads.
     pub fn best_set<B: Backend>(
         &self,
         sums: &mut ProductSums<'_, B>,
@@ -123,7 +123,8 @@ impl LayerSample {
         if is_done { Ok(best) } else { self.refined(sums, &grams, best) }
     }
 
-    /// The sets of so many shared heads, or if there are more than `most` those with the least errors without a fit.
+    /// Returns the sets of so many shared heads, or if there are more than `most` those with the least errors without a
+    /// fit.
     fn most_promising(
         &self,
         grams: &LazyCell<HeadGrams, impl FnOnce() -> HeadGrams>,
@@ -142,12 +143,12 @@ impl LayerSample {
         Ok(sets.into_iter().take(most).map(|(_, set)| set).collect())
     }
 
-    /// The error of a set without a fit, and the set.
+    /// Returns the error of a set without a fit, and the set.
     fn loss(&self, grams: &HeadGrams, set: &[usize], top_k: usize) -> Result<(f64, Vec<usize>)> {
         Ok((grams.loss(&self.scores, self.layer_heads(set, top_k)?), set.to_vec()))
     }
 
-    /// The set of `shared` heads to which no exchange is better, by the error without a fit.
+    /// Returns the set of `shared` heads to which no exchange is better, by the error without a fit.
     fn exchanged(&self, grams: &HeadGrams, shared: usize, top_k: usize) -> Result<Vec<usize>> {
         let (units, count) = (self.ranking.units(), shared / self.ranking.unit());
         let loss = |set: Vec<usize>| self.loss(grams, &set, top_k);
@@ -172,7 +173,7 @@ impl LayerSample {
         }
     }
 
-    /// A set and its exchanges, judged by fits.
+    /// Returns a set and its exchanges, judged by fits.
     fn refined<B: Backend>(
         &self,
         sums: &mut ProductSums<'_, B>,
@@ -207,7 +208,7 @@ impl LayerSample {
         Ok(LayerHeads { shared: SharedHeads::from_heads(heads)?, top_k })
     }
 
-    /// The best of some sets, and of `known`; the first of equals.
+    /// Returns the best of some sets, and of `known`; the first of equals.
     fn best_of<B: Backend>(
         &self,
         sums: &mut ProductSums<'_, B>,
@@ -226,7 +227,7 @@ impl LayerSample {
         best.ok_or(Error::SINGULAR)
     }
 
-    /// The error of the attention output after a fit to these shared heads.
+    /// Returns the error of the attention output after a fit to these shared heads.
     pub fn judge<B: Backend>(
         &self,
         sums: &mut ProductSums<'_, B>,
@@ -275,7 +276,7 @@ fn with(set: &[usize], head: usize) -> Vec<usize> {
     [set, &[head]].concat()
 }
 
-/// The sets with the head at one place exchanged for another.
+/// Returns the sets with the head at one place exchanged for another.
 fn exchanges_at(
     set: &[usize],
     place: usize,
@@ -288,7 +289,7 @@ fn exchanges_at(
     })
 }
 
-/// The set with the least loss, the first of equals.
+/// Returns the set with the least loss, the first of equals.
 fn least(sets: impl Iterator<Item = Result<(f64, Vec<usize>)>>) -> Result<(f64, Vec<usize>)> {
     let mut best: Option<(f64, Vec<usize>)> = None;
     for set in sets {
@@ -332,7 +333,7 @@ mod tests {
     use super::*;
     use crate::products::ProductBuffers;
 
-    /// Heads of different importance; with `repeats`, head 4 has nearly the output of head 1.
+    /// Returns the heads of different importance; with `repeats`, head 4 has nearly the output of head 1.
     fn sample(seed: u64, router: RouterKind, repeats: bool) -> LayerSample {
         let (heads, head_dim, width, pass) = (8, 4, 24, 64);
         let (tokens, inputs) = (4 * pass, heads * head_dim);
@@ -364,7 +365,7 @@ mod tests {
         ProductSums::new(&Cpu, buffers, &|| false)
     }
 
-    /// A set as it is found where there are too many to judge all.
+    /// Returns a set as it is found where there are too many to judge all.
     fn best_by_exchange(
         sample: &LayerSample,
         sums: &mut ProductSums<'static, Cpu>,

@@ -20,7 +20,7 @@ impl Ranking {
         Ranking { router, heads: config.num_attention_heads, group: config.group_size() }
     }
 
-    /// Heads that are shared or selected together, only.
+    /// Returns the heads that are shared or selected together, only.
     pub fn unit(&self) -> usize {
         if self.router == RouterKind::Group { self.group } else { 1 }
     }
@@ -30,15 +30,15 @@ impl Ranking {
         self.heads / self.unit()
     }
 
-    /// The numbers of shared heads to compare, less than `active`: all that the router can share if there are at most
-    /// [`FEW`], else about four, evenly spaced.
+    /// Returns the numbers of shared heads to compare, less than `active`: all that the router can share if there are
+    /// at most [`FEW`], else about four, evenly spaced.
     pub fn shared_numbers(&self, active: usize) -> impl Iterator<Item = usize> + use<> {
         let (unit, number) = (self.unit(), active / self.unit());
         let step = if number <= FEW { 1 } else { number.div_ceil(4) };
         (0..number).step_by(step).map(move |number| number * unit)
     }
 
-    /// The numbers of shared heads that are compared, `given` among them, beside which tokens select at least
+    /// Returns the numbers of shared heads that are compared, `given` among them, beside which tokens select at least
     /// one head, if the router selects any.
     pub fn numbers(&self, shared: SharedChoice, given: usize, active: usize) -> Vec<usize> {
         if !self.router.selects() {
@@ -54,7 +54,7 @@ impl Ranking {
         numbers
     }
 
-    /// Whether a layer can share this many heads beside this many selected ones.
+    /// Returns whether a layer can share this many heads beside this many selected ones.
     pub fn fits(&self, shared: usize, top_k: usize) -> bool {
         let divides = |count: usize| count.is_multiple_of(self.unit());
         let needs_two = self.router == RouterKind::QueryNorm;
@@ -98,7 +98,7 @@ impl Scores {
         self.order.extend(order);
     }
 
-    /// The units of each token by falling score, in order.
+    /// Returns the units of each token by falling score, in order.
     pub fn tokens(&self) -> impl Iterator<Item = &[u16]> + Clone {
         self.order.chunks_exact(self.ranking.units())
     }

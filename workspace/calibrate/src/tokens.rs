@@ -41,33 +41,33 @@ impl CalibrationPasses {
         CalibrationPasses { length, batch, number: windows / batch }
     }
 
-    /// Windows of a pass, and tokens of a window.
+    /// Returns the windows of a pass, and tokens of a window.
     pub fn shape(&self) -> (usize, usize) {
         (self.batch, self.length)
     }
 
-    /// Tokens of all passes.
+    /// Returns the tokens of all passes.
     pub fn tokens(&self) -> usize {
         self.number * self.pass()
     }
 
-    /// Tokens on which sets of heads are searched in a layer of `width` query columns, where about `search_tokens` are
-    /// asked for.
+    /// Returns the tokens on which sets of heads are searched in a layer of `width` query columns, where about
+    /// `search_tokens` are asked for.
     pub fn searched(&self, search_tokens: usize, width: usize) -> usize {
         self.number_searched(search_tokens, width) * self.pass()
     }
 
-    /// Tokens of a pass.
+    /// Returns the tokens of a pass.
     pub fn pass(&self) -> usize {
         self.batch * self.length
     }
 
-    /// The elements of a pass in a table with `width` columns and a row for each token.
+    /// Returns the elements of a pass in a table with `width` columns and a row for each token.
     pub(crate) fn elements(&self, pass: usize, width: usize) -> Range<usize> {
         pass * self.pass() * width..(pass + 1) * self.pass() * width
     }
 
-    /// The places in a cycle of the passes that are held out, and that choose the ridge.
+    /// Returns the places in a cycle of the passes that are held out, and that choose the ridge.
     fn places(&self) -> (usize, usize) {
         match self.number < CYCLE {
             true => (self.number.saturating_sub(1), self.number.saturating_sub(2)),
@@ -75,7 +75,7 @@ impl CalibrationPasses {
         }
     }
 
-    /// The number of passes that are held out.
+    /// Returns the number of passes that are held out.
     pub(crate) fn held_out(&self) -> usize {
         (self.number + CYCLE - 1 - self.places().0) / CYCLE
     }
@@ -95,7 +95,7 @@ impl CalibrationPasses {
         })
     }
 
-    /// The passes that are fitted to.
+    /// Returns the passes that are fitted to.
     pub(crate) fn fitted(&self) -> impl Iterator<Item = usize> + use<> {
         self.of(Part::Fit).chain(self.of(Part::Ridge))
     }
@@ -112,8 +112,8 @@ pub struct CalibrationTokens {
 }
 
 impl CalibrationTokens {
-    /// Windows of `length` tokens for the model that `config` describes, of which sets of heads are searched on about
-    /// `search_tokens`; ids after the last whole pass are left out.
+    /// Returns the windows of `length` tokens for the model that `config` describes, of which sets of heads are
+    /// searched on about `search_tokens`; ids after the last whole pass are left out.
     ///
     /// # Errors
     /// Fails for a length that the model does not support, for fewer than three windows, and where fewer tokens are
@@ -151,18 +151,19 @@ impl CalibrationTokens {
         Ok(CalibrationTokens { ids, texts: Vec::new(), search_tokens, passes })
     }
 
-    /// The same windows, of several texts: `texts` has the number of each window's, of which losses are told too.
+    /// Returns the same windows, of several texts: `texts` has the number of each window's, of which losses are told
+    /// too.
     pub fn of_texts(self, texts: Vec<usize>) -> Self {
         CalibrationTokens { texts, ..self }
     }
 
-    /// The number of texts, at least one.
+    /// Returns the number of texts, at least one.
     pub(crate) fn num_texts(&self) -> usize {
         self.texts.iter().max().map_or(1, |last| last + 1)
     }
 
-    /// The targets of a pass that are of one text, and their number: the token after each one of a window, none of the
-    /// last.
+    /// Returns the targets of a pass that are of one text, and their number: the token after each one of a window, none
+    /// of the last.
     pub(crate) fn targets(&self, pass: usize, text: usize) -> (Vec<u32>, usize) {
         let length = self.length();
         let first = pass * self.passes.batch;
@@ -176,33 +177,33 @@ impl CalibrationTokens {
         (targets, number)
     }
 
-    /// The ids of all windows.
+    /// Returns the ids of all windows.
     pub fn ids(&self) -> &[u32] {
         &self.ids
     }
 
-    /// The ids of the windows that losses are of.
+    /// Returns the ids of the windows that losses are of.
     pub fn held_out(&self) -> Vec<u32> {
         self.passes.of(Part::HeldOut).flat_map(|pass| self.ids_of(pass)).copied().collect()
     }
 
-    /// Tokens of a window.
+    /// Returns the tokens of a window.
     pub fn length(&self) -> usize {
         self.passes.length
     }
 
-    /// Tokens on which sets of heads are searched.
+    /// Returns the tokens on which sets of heads are searched.
     pub fn search_tokens(&self) -> usize {
         self.search_tokens
     }
 
-    /// The ids of a pass.
+    /// Returns the ids of a pass.
     pub(crate) fn ids_of(&self, pass: usize) -> &[u32] {
         &self.ids[pass * self.passes.pass()..][..self.passes.pass()]
     }
 
-    /// The windows on which sets of heads are searched, in whole passes: one from each of equal parts of the windows of fits.
-    /// Its place differs from part to part, because windows of several texts may take turns.
+    /// Returns the windows on which sets of heads are searched, in whole passes: one from each of equal parts of the
+    /// windows of fits. Its place differs from part to part, because windows of several texts may take turns.
     pub(crate) fn search_windows(&self, width: usize) -> Vec<usize> {
         let of_pass = |pass| pass * self.passes.batch..(pass + 1) * self.passes.batch;
         let all: Vec<usize> = self.passes.of(Part::Fit).flat_map(of_pass).collect();

@@ -154,7 +154,7 @@ fn start(
     }
 }
 
-/// The cause on the first rank that has one; empty where the ranks' texts were not gathered.
+/// Returns the cause on the first rank that has one; empty where the ranks' texts were not gathered.
 fn first_cause(causes: &[Vec<u8>]) -> String {
     let found = causes.iter().enumerate().find(|(_, cause)| !cause.is_empty());
     found.map_or_else(String::new, |(rank, cause)| {
@@ -197,7 +197,7 @@ mod tests {
         moh_files::unusable("disk".as_ref(), text).into()
     }
 
-    /// A flight on rank `rank` of `size`, and what the first rank's completion was given.
+    /// Returns a flight on rank `rank` of `size`, and what the first rank's completion was given.
     fn flight(
         rank: usize,
         size: usize,

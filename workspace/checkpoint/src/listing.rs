@@ -17,7 +17,7 @@ pub(crate) const DAMAGED: &str = "damaged-step-";
 /// Prefix of the names of checkpoints after the step from which the run resumed.
 pub(crate) const ASIDE: &str = "aside-step-";
 
-/// Whether this is the name of a checkpoint that was being written or removed.
+/// Returns whether this is the name of a checkpoint that was being written or removed.
 pub(crate) fn is_unfinished_checkpoint(name: &str) -> bool {
     let rest = name.strip_prefix(TEMPORARY);
     rest.is_some_and(|rest| rest.starts_with("step-") || rest.starts_with("removed-step-"))
@@ -91,17 +91,17 @@ fn condition(name: &str) -> Option<(Condition, u64)> {
     Some((Condition::Unfinished, step(rest)?))
 }
 
-/// The step of a complete checkpoint with this name.
+/// Returns the step of a complete checkpoint with this name.
 pub(crate) fn complete_step(name: &str) -> Option<u64> {
     exact_number(name.strip_prefix("step-")?)
 }
 
-/// The number that is written so: no sign, no leading zero.
+/// Returns the number that is written so: no sign, no leading zero.
 pub(crate) fn exact_number(text: &str) -> Option<u64> {
     text.parse().ok().filter(|number: &u64| number.to_string() == text)
 }
 
-/// The paths in a directory; none if it does not exist.
+/// Returns the paths in a directory; none if it does not exist.
 pub(crate) fn entries(directory: &Path) -> Result<Vec<PathBuf>> {
     let entries = unless_missing(directory, fs::read_dir(directory))?;
     entries
@@ -111,7 +111,7 @@ pub(crate) fn entries(directory: &Path) -> Result<Vec<PathBuf>> {
         .collect()
 }
 
-/// The names in a directory, sorted; none if it does not exist.
+/// Returns the names in a directory, sorted; none if it does not exist.
 pub(crate) fn names(directory: &Path) -> Result<Vec<String>> {
     let paths = entries(directory)?.into_iter();
     let name = |path: PathBuf| Some(path.file_name()?.to_string_lossy().into_owned());

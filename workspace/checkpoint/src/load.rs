@@ -60,7 +60,7 @@ mod tests {
         tiny_model(1, 22, false)
     }
 
-    /// The part of a rank that shares the optimiser's state with `ranks - 1` others, of zeros.
+    /// Returns the part of a rank that shares the optimiser's state with `ranks - 1` others, of zeros.
     fn part(rank: usize, ranks: usize) -> (Model<Cpu, f32>, OptimizerState<Cpu, f32>) {
         let parallel = ModelParallel::whole(&config());
         let model = Model::zeros_of_part(Cpu, config(), 8, parallel, ranks).unwrap();
@@ -68,7 +68,7 @@ mod tests {
         (model, optimizer)
     }
 
-    /// A value for every element of each kind of a tensor.
+    /// Returns a value for every element of each kind of a tensor.
     fn value(kind: TensorKind, name: &str, at: usize) -> f32 {
         (name.len() * 1000 + at * 4 + kind as usize) as f32
     }

@@ -43,7 +43,7 @@ pub struct PartFile {
 }
 
 impl PartFile {
-    /// Whether the part has a shard of the manifest's tensor `index`.
+    /// Returns whether the part has a shard of the manifest's tensor `index`.
     pub(super) fn has_tensor(&self, index: usize) -> bool {
         self.tensors.iter().any(|&[start, end]| (start..end).contains(&index))
     }
@@ -113,13 +113,13 @@ pub struct RunState {
 }
 
 impl RunState {
-    /// The steps whose lines of metrics are written.
+    /// Returns the steps whose lines of metrics are written.
     pub fn recorded_steps(&self) -> u64 {
         self.step - u64::from(self.unevaluated.is_some() && self.step > 0)
     }
 }
 
-/// The file of rank `rank` of `size` for its shard of the tensors of a kind.
+/// Returns the file of rank `rank` of `size` for its shard of the tensors of a kind.
 pub(super) fn tensor_file(kind: TensorKind, rank: usize, size: usize) -> String {
     let name = match kind {
         TensorKind::Weight => "weights",
@@ -129,7 +129,7 @@ pub(super) fn tensor_file(kind: TensorKind, rank: usize, size: usize) -> String 
     rank_file_name(name, "safetensors", rank, size)
 }
 
-/// The name of a file that each of `size` ranks has.
+/// Returns the name of a file that each of `size` ranks has.
 pub(super) fn rank_file_name(name: &str, extension: &str, rank: usize, size: usize) -> String {
     match size {
         1 => format!("{name}.{extension}"),

@@ -46,7 +46,7 @@ pub struct TensorEntry {
 }
 
 impl RankPart {
-    /// The name of rank `rank`'s part of `size` in a checkpoint's directory.
+    /// Returns the name of rank `rank`'s part of `size` in a checkpoint's directory.
     pub(super) fn file_name(rank: usize, size: usize) -> String {
         rank_file_name("tensors", "json", rank, size)
     }
@@ -57,7 +57,7 @@ impl RankPart {
 }
 
 impl TensorEntry {
-    /// The slice of the tensor; `None` if it is invalid.
+    /// Returns the slice of the tensor; `None` if it is invalid.
     pub(super) fn slice_of_tensor(&self) -> Option<Slice> {
         if self.slice.is_empty() {
             self.shape.iter().try_fold(1usize, |n, &extent| n.checked_mul(extent))?;
@@ -67,7 +67,7 @@ impl TensorEntry {
         Slice::new(self.shape.clone(), self.slice.iter().map(ranges).collect())
     }
 
-    /// The stored shape; `None` if slice and range are invalid.
+    /// Returns the stored shape; `None` if slice and range are invalid.
     pub(super) fn stored_shape(&self) -> Option<Vec<usize>> {
         let slice = self.slice_of_tensor()?;
         match self.range {

@@ -16,7 +16,7 @@ use crate::{Error, ReadError, Result, RunDirectory, StoredCheckpoint};
 /// Receives the new path of a damaged checkpoint and the damage, on the first rank.
 pub type OnDamage<'a> = &'a mut dyn FnMut(&Path, &Error);
 
-/// The newest checkpoint with a valid manifest, the same on all ranks; its tensors are checked when they
+/// Returns the newest checkpoint with a valid manifest, the same on all ranks; its tensors are checked when they
 /// are read. Damaged ones are renamed to `damaged-step-N` and passed to `damaged`.
 ///
 /// # Errors
@@ -42,7 +42,7 @@ pub fn newest<B: Backend>(
     }
 }
 
-/// The newest checkpoint whose bytes are good, the same on all ranks, which share the check of its
+/// Returns the newest checkpoint whose bytes are good, the same on all ranks, which share the check of its
 /// hashes; `None` if no checkpoint is good. Changes nothing.
 pub fn newest_good<B: Backend>(
     run: &RunDirectory,
@@ -65,7 +65,7 @@ pub fn newest_good<B: Backend>(
     }
 }
 
-/// The checkpoint of `step`, whose hashes the ranks check together.
+/// Returns the checkpoint of `step`, whose hashes the ranks check together.
 ///
 /// # Errors
 /// Fails if there is none, if it is damaged, and otherwise as [`newest`]. Nothing is changed.
@@ -103,7 +103,7 @@ pub fn require(run: &RunDirectory, step: u64) -> Result<()> {
     Err(Error::NoCheckpoint(format!("{run}: the run has no checkpoint of step {step}: {found}")))
 }
 
-/// The only rank of a program that does not train.
+/// Returns the only rank of a program that does not train.
 pub fn alone() -> Result<Ranks<Cpu>> {
     Ok(Ranks::new(Cpu, World::single().group().clone())?)
 }
@@ -200,7 +200,7 @@ pub fn set_aside_later(run: &RunDirectory, step: u64) -> Result<Vec<PathBuf>> {
     Ok(renamed)
 }
 
-/// A free name for a checkpoint that is set aside, beside earlier ones of its step.
+/// Returns a free name for a checkpoint that is set aside, beside earlier ones of its step.
 fn free_name(run: &RunDirectory, prefix: &str, step: u64) -> PathBuf {
     first_free_suffixed(|suffix| run.checkpoints().join(format!("{prefix}{step}{suffix}")))
 }

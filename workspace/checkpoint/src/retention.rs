@@ -13,7 +13,7 @@ pub fn prune(run: &RunDirectory, retention: &CheckpointOptions) -> Result<()> {
     remove(run, &superseded(run, retention)?)
 }
 
-/// The steps of the checkpoints that `retention` does not keep, ascending.
+/// Returns the steps of the checkpoints that `retention` does not keep, ascending.
 pub fn superseded(run: &RunDirectory, retention: &CheckpointOptions) -> Result<Vec<u64>> {
     let mut steps = run.checkpoint_steps()?;
     let keep = usize::try_from(retention.keep.max(1)).unwrap_or(usize::MAX);

@@ -59,7 +59,7 @@ impl<'a> Elements<'a> {
         }
     }
 
-    /// The file's bytes of a range of elements.
+    /// Returns the file's bytes of a range of elements.
     fn bytes(&mut self, range: Range<usize>) -> &[u8] {
         match self {
             Elements::Stored { bytes, dtype } => {
@@ -123,7 +123,7 @@ fn chunks(range: &Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>
 }
 
 impl ShardTensor {
-    /// The shape in a file: the slice's if the elements are the whole slice, and that of a list
+    /// Returns the shape in a file: the slice's if the elements are the whole slice, and that of a list
     /// otherwise.
     pub(super) fn stored_shape(&self) -> Vec<usize> {
         match self.range {
@@ -144,13 +144,13 @@ mod tests {
     use super::*;
     use moh_testkit::tiny_model;
 
-    /// A model whose embedding fills more than a chunk.
+    /// Returns a model whose embedding fills more than a chunk.
     fn layout(ranks: usize) -> ModelLayout {
         let config = tiny_model(1, 300_000, true);
         ModelLayout::of_part(&config, ranks, &ModelPart::whole(&config))
     }
 
-    /// The file that crate `safetensors` writes, from the snapshot's values as f32.
+    /// Returns the file that crate `safetensors` writes, from the snapshot's values as f32.
     fn expected<T: Element, M: Element>(
         snapshot: &Snapshot<T, M>,
         dtype: DType,

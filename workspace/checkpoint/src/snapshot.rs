@@ -43,7 +43,7 @@ pub(super) struct ShardTensors {
 }
 
 impl ShardTensors {
-    /// The tensors of `layout` in `shard`. A tensor that several ranks replicate is written by the rank
+    /// Returns the tensors of `layout` in `shard`. A tensor that several ranks replicate is written by the rank
     /// where it counts.
     pub(super) fn new(layout: &ModelLayout, shard: Shard) -> Self {
         let mut found = ShardTensors { tensors: Vec::new(), runs: Vec::new(), len: 0 };
@@ -73,7 +73,7 @@ impl ShardTensors {
     }
 }
 
-/// The bytes of the host's memory that a [`Snapshot`] of a rank takes, and the writer beside it, with
+/// Returns the bytes of the host's memory that a [`Snapshot`] of a rank takes, and the writer beside it, with
 /// weights of type `T` and moments of type `M`.
 pub fn staging_bytes<T: Element, M: Element>(layout: &ModelLayout, shard: Shard) -> u64 {
     let remainder = if T::DTYPE == bf16::DTYPE { size_of::<i16>() } else { 0 };

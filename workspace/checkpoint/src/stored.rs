@@ -68,7 +68,7 @@ impl StoredCheckpoint {
         &self.manifest
     }
 
-    /// The shape of a whole tensor.
+    /// Returns the shape of a whole tensor.
     pub fn shape(&self, name: &str) -> Result<Vec<usize>> {
         for index in self.parts_with(name) {
             let part = self.part(index)?;
@@ -195,7 +195,7 @@ impl StoredCheckpoint {
         }
     }
 
-    /// The parts that have shards of a tensor, the nearest first.
+    /// Returns the parts that have shards of a tensor, the nearest first.
     fn parts_with(&self, name: &str) -> impl Iterator<Item = usize> {
         let Manifest { tensors, parts, .. } = &self.manifest;
         let found = tensors.binary_search_by(|known| known.as_str().cmp(name)).ok();
@@ -204,7 +204,7 @@ impl StoredCheckpoint {
         all.filter(move |&index| has_it(&parts[index]))
     }
 
-    /// The slice of a shard's tensor, whose range lies in it.
+    /// Returns the slice of a shard's tensor, whose range lies in it.
     fn slice(&self, entry: &TensorEntry) -> Result<Slice, ReadError> {
         let slice = entry.stored_shape().and_then(|_| entry.slice_of_tensor());
         slice.ok_or_else(|| {

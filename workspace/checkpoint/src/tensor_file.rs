@@ -53,7 +53,7 @@ impl OpenFiles {
         }
     }
 
-    /// The type of these elements and their bytes, which have their hash.
+    /// Returns the type of these elements and their bytes, which have their hash.
     pub(super) fn bytes(
         &self,
         directory: &Path,
@@ -102,7 +102,7 @@ impl OpenFile {
         Ok(OpenFile { path: path.to_owned(), file, metadata, start, data_len: length - start })
     }
 
-    /// A shard's dtype, which is `described`, and bytes, which have the hash `blake3`.
+    /// Returns a shard's dtype, which is `described`, and bytes, which have the hash `blake3`.
     fn bytes(
         &self,
         described: &str,
@@ -136,7 +136,7 @@ impl OpenFile {
     }
 }
 
-/// Elements of the two types that checkpoints contain.
+/// Returns the elements of the two types that checkpoints contain.
 fn to_f32(dtype: Dtype, bytes: &[u8]) -> Option<Vec<f32>> {
     match dtype {
         Dtype::BF16 => Some(

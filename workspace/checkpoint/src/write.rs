@@ -31,7 +31,7 @@ pub fn begin(run: &RunDirectory, step: u64) -> Result<PendingDirectory> {
         .map_err(moh_files::io(&folder(run, step)))?)
 }
 
-/// The directory of an incomplete checkpoint.
+/// Returns the directory of an incomplete checkpoint.
 fn folder(run: &RunDirectory, step: u64) -> PathBuf {
     PendingDirectory::shared_path(&run.checkpoint(step))
 }
@@ -89,7 +89,7 @@ fn check_finite<T: Element, M: Element>(
     Ok(())
 }
 
-/// The entry of a tensor, which lacks the hashes.
+/// Returns the entry of a tensor, which lacks the hashes.
 fn entry(tensor: &ShardTensor) -> TensorEntry {
     let segment = &tensor.segment;
     let bounds =

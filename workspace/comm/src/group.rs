@@ -57,12 +57,12 @@ impl Group {
         self.inner.rank
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.inner.size
     }
 
-    /// The group's name, used in messages.
+    /// Returns the group's name, used in messages.
     pub fn name(&self) -> &str {
         &self.inner.name
     }

@@ -31,7 +31,7 @@ pub enum Launcher {
 }
 
 impl Launcher {
-    /// The variables with the rank and the number of processes, for messages.
+    /// Returns the variables with the rank and the number of processes, for messages.
     #[cfg(any(not(feature = "mpi"), all(feature = "cuda", not(feature = "nccl"))))]
     pub(crate) fn variables(self) -> String {
         let Names { rank, size, .. } = match self {
@@ -70,7 +70,7 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// A single process.
+    /// Creates a single process.
     pub fn single() -> Self {
         Launch {
             rank: 0,
@@ -190,7 +190,7 @@ impl Variables<'_> {
         self.text(name).map(parse).transpose()
     }
 
-    /// The innermost launcher's values; `None` if nothing started several processes.
+    /// Returns the innermost launcher's values; `None` if nothing started several processes.
     fn ranks(&self) -> Result<Option<(Launcher, Ranks)>> {
         let torchrun = self.complete(&TORCHRUN)?;
         // torchrun may start several processes inside one process of an outer launcher, and
@@ -302,7 +302,7 @@ impl Variables<'_> {
         }
     }
 
-    /// The port after torchrun's MASTER_PORT, if torchrun's agent listens on that one.
+    /// Returns the port after torchrun's MASTER_PORT, if torchrun's agent listens on that one.
     fn after_agent_port(&self, launcher: Launcher, mut address: Address) -> Result<Address> {
         let agent = self.text("TORCHELASTIC_USE_AGENT_STORE");
         let listens = agent.is_some_and(|agent| agent.eq_ignore_ascii_case("true"));
@@ -318,7 +318,7 @@ impl Variables<'_> {
         Ok(address)
     }
 
-    /// The first host of the step, or of the job, and a port derived from their numbers.
+    /// Returns the first host of the step, or of the job, and a port derived from their numbers.
     fn slurm_rendezvous(&self) -> Result<Option<Address>> {
         let lists = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
         let list = lists.into_iter().find_map(|name| Some((name, self.text(name)?)));
@@ -387,7 +387,7 @@ fn derived_port(number: u64) -> u16 {
     (u64::from(DERIVED_PORTS.start) + number % ports) as u16
 }
 
-/// The FNV-1a hash: the same on every rank and in every version of the program.
+/// Returns the FNV-1a hash: the same on every rank and in every version of the program.
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)

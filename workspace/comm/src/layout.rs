@@ -57,12 +57,12 @@ impl RankLayout {
         }
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.tensor * self.data * self.pipeline
     }
 
-    /// The coordinates of `rank`; for a rank beyond the size, the pipeline coordinate is out of
+    /// Returns the coordinates of `rank`; for a rank beyond the size, the pipeline coordinate is out of
     /// range.
     pub fn coordinates(&self, rank: usize) -> Coordinates {
         Coordinates {
@@ -72,7 +72,7 @@ impl RankLayout {
         }
     }
 
-    /// The rank at these coordinates.
+    /// Returns the rank at these coordinates.
     pub fn rank(&self, at: Coordinates) -> usize {
         at.tensor + self.tensor * (at.data + self.data * at.pipeline)
     }

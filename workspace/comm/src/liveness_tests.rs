@@ -18,7 +18,7 @@ struct Rank {
     faults: Receiver<Fault>,
 }
 
-/// The connections of a job of `size` ranks, rank 0's first.
+/// Returns the connections of a job of `size` ranks, rank 0's first.
 fn meet(size: usize) -> Vec<Vec<Peer>> {
     let address = free_address();
     let others: Vec<_> = (1..size)

@@ -47,7 +47,7 @@ macro_rules! summand {
     };
 }
 
-/// The larger value; NaN if one of the two is NaN.
+/// Returns the larger value; NaN if one of the two is NaN.
 #[inline(always)]
 fn larger<T: PartialOrd>(a: T, b: T) -> T {
     // A NaN is not equal to itself, and compares as neither larger nor smaller.

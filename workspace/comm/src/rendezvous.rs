@@ -48,7 +48,7 @@ impl Peer {
     }
 }
 
-/// A rank and its process, for messages.
+/// Returns a rank and its process, for messages.
 pub(crate) fn who(rank: usize, place: &str) -> String {
     format!("rank {rank} ({place})")
 }
@@ -244,7 +244,7 @@ fn difference(ours: &Hello, theirs: &Hello) -> Option<Fault> {
     )))
 }
 
-/// The start of another process's text, safe to print on a terminal.
+/// Returns the start of another process's text, safe to print on a terminal.
 fn clip(text: &str) -> String {
     let shown = text.chars().map(|c| if c.is_control() { ' ' } else { c });
     let mut shown: String = shown.take(MAX_SHOWN_CHARS).collect();

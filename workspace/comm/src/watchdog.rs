@@ -9,7 +9,7 @@ use crate::error::{Fault, Result};
 
 /// An operation that continues after its call has returned.
 pub(crate) trait Outstanding: Send + Sync {
-    /// Whether it has ended.
+    /// Returns whether it has ended.
     fn is_done(&self) -> bool;
     /// Orders later work on the device after it.
     fn join(&self) -> Result<()>;

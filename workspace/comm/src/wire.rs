@@ -197,7 +197,7 @@ mod tests {
 
     use super::*;
 
-    /// A connection, and the raw socket of its peer.
+    /// Returns a connection, and the raw socket of its peer.
     fn pair() -> (Connection, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let other = TcpStream::connect(listener.local_addr().unwrap()).unwrap();

@@ -69,7 +69,7 @@ pub struct World {
 }
 
 impl World {
-    /// A world of one process.
+    /// Creates a world of one process.
     pub fn single() -> Self {
         let health = Arc::new(Health::new(WorldOptions::default().on_fault));
         Self::of(Group::single("world", health), None)
@@ -124,7 +124,7 @@ impl World {
         }
     }
 
-    /// A build without the engine supports one process.
+    /// Returns an error: a build without the engine supports one process.
     #[cfg(any(not(feature = "mpi"), all(feature = "cuda", not(feature = "nccl"))))]
     fn without_engine(
         launch: &Launch,
@@ -191,7 +191,7 @@ impl World {
         }
     }
 
-    /// The group of all ranks.
+    /// Returns the group of all ranks.
     pub fn group(&self) -> &Group {
         &self.group
     }
@@ -201,7 +201,7 @@ impl World {
         self.group.rank()
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.group.size()
     }

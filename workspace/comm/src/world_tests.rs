@@ -119,7 +119,7 @@ fn several_processes_need_an_engine() {
     assert!(error.to_string().contains("built without MPI"), "{error}");
 }
 
-/// The ranks of a job connected by sockets; the elements pass through memory.
+/// Returns the ranks of a job connected by sockets; the elements pass through memory.
 fn connected(
     size: usize,
     options: WorldOptions,
@@ -295,7 +295,7 @@ fn process(rank: usize, size: usize, address: &Address, role: &str) -> Process {
 }
 
 impl Process {
-    /// The rest of the first line with this prefix.
+    /// Returns the rest of the first line with this prefix.
     fn line(&mut self, start: &str) -> String {
         let mut all = Vec::new();
         for line in &mut self.lines {

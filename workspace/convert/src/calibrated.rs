@@ -102,7 +102,7 @@ impl Calibrated {
         device.run(measurement)
     }
 
-    /// The routing of the output.
+    /// Returns the routing of the output.
     pub(crate) fn moh(&self) -> &MohConfig {
         &self.calibration.moh
     }
@@ -111,20 +111,20 @@ impl Calibrated {
         self.refit
     }
 
-    /// Whether a tensor of the output is refitted, or the matrix of a router that was fitted.
+    /// Returns whether a tensor of the output is refitted, or the matrix of a router that was fitted.
     pub(crate) fn has_refitted(&self, tensor: &str) -> bool {
         let is_projection = layer_of_output_projection(tensor).is_some();
         (self.refit && is_projection) || self.router(tensor).is_some()
     }
 
-    /// The matrix of a layer's router that was fitted, by the tensor's name.
+    /// Returns the matrix of a layer's router that was fitted, by the tensor's name.
     pub(crate) fn router(&self, tensor: &str) -> Option<&[f32]> {
         let (layer, _) = layer_and_name(tensor).filter(|(_, name)| *name == ROUTER)?;
         let fit = self.calibration.layers.get(layer)?.router.as_ref()?;
         Some(&fit.rows)
     }
 
-    /// The refitted values of a tensor; `None` if it stays the source's.
+    /// Returns the refitted values of a tensor; `None` if it stays the source's.
     pub(crate) fn refitted(&self, tensor: &str) -> Result<Option<Vec<f32>>, Error> {
         match layer_of_output_projection(tensor) {
             Some(layer) => Ok(self.log.projection(layer)?),
@@ -211,7 +211,7 @@ impl OnDevice for Measurement<'_> {
     }
 }
 
-/// A path beside the output `out`, of its name and an ending.
+/// Returns a path beside the output `out`, of its name and an ending.
 pub fn beside(out: &Path, ending: &str) -> PathBuf {
     let mut name = out.file_name().unwrap_or_default().to_owned();
     name.push(ending);

@@ -90,7 +90,7 @@ impl FromStr for SharedArgument {
 }
 
 impl SharedArgument {
-    /// The named heads, for a model of `layers` layers; `None` if none are named.
+    /// Returns the named heads, for a model of `layers` layers; `None` if none are named.
     pub(crate) fn sets(&self, layers: usize) -> anyhow::Result<Option<SharedHeadSets>> {
         let SharedArgument::Ids(ids) = self else { return Ok(None) };
         let each = if ids.len() == 1 { vec![ids[0].clone(); layers] } else { ids.clone() };
@@ -124,12 +124,12 @@ impl CalibrationArguments {
         }
     }
 
-    /// Whether there is a text to measure on.
+    /// Returns whether there is a text to measure on.
     pub(crate) fn has_text(&self) -> bool {
         !self.calibration.is_empty()
     }
 
-    /// Whether an argument asks for Mixture-of-Head.
+    /// Returns whether an argument asks for Mixture-of-Head.
     pub(crate) fn choose_heads(&self) -> bool {
         self.has_text() || self.shared.is_some()
     }

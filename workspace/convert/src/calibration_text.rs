@@ -128,15 +128,15 @@ pub(crate) fn read(
     Ok(if texts.len() > 1 { tokens.of_texts(of_windows) } else { tokens })
 }
 
-/// The length of windows of so many tokens.
+/// Returns the length of windows of so many tokens.
 fn default_length(config: &ModelConfig, most: usize, tokens: usize) -> usize {
     let most = config.max_position_embeddings.min(most).min(tokens / LEAST_WINDOWS);
     // A window has two tokens or more; that the text has too few of them is an error of its own.
     most.checked_ilog2().map_or(2, |log| 1 << log).max(2)
 }
 
-/// The text of each window: by multiples of the golden ratio, which go with no period, so that passes of any place have
-/// windows of each.
+/// Returns the text of each window: by multiples of the golden ratio, which go with no period, so that passes of any
+/// place have windows of each.
 fn order(texts: &[CalibrationText], windows: usize) -> Vec<usize> {
     let sum: f64 = texts.iter().map(|text| text.weight).sum();
     let text = |window: usize| {
@@ -151,7 +151,7 @@ fn order(texts: &[CalibrationText], windows: usize) -> Vec<usize> {
 }
 
 impl CalibrationText {
-    /// Whether it is what the model samples.
+    /// Returns whether it is what the model samples.
     pub fn is_own(&self) -> bool {
         self.path == Path::new(OWN) && !self.path.exists()
     }
@@ -162,7 +162,7 @@ impl CalibrationText {
 }
 
 impl Source {
-    /// A token file, or the first tokens of a text, at most `most`.
+    /// Creates a token file, or the first tokens of a text, at most `most`.
     fn open(
         path: &Path,
         most: usize,
@@ -200,7 +200,7 @@ fn spread(file: TokenFile, count: usize, length: usize) -> anyhow::Result<Vec<Ve
     (0..windows.len()).map(read).collect()
 }
 
-/// The first `tokens` ids of a text, each document as the tokenizer encodes it and followed by the end of text.
+/// Returns the first `tokens` ids of a text, each document as the tokenizer encodes it and followed by the end of text.
 fn encoded(
     text: &Path,
     tokens: usize,

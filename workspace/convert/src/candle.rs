@@ -36,7 +36,7 @@ pub(crate) fn obstacle(config: &ModelConfig) -> Option<&'static str> {
     }
 }
 
-/// Logits of the last of `ids`, `[V]`, of the model whose tensors `read` writes by name.
+/// Returns the logits of the last of `ids`, `[V]`, of the model whose tensors `read` writes by name.
 pub(crate) fn last_logits(
     config: &ModelConfig,
     ids: &[u32],
@@ -77,7 +77,7 @@ fn failed(error: candle_core::Error) -> Error {
     Error::Option(format!("candle could not compute the source: {error}; use --no-verify"))
 }
 
-/// The configuration for `positions` positions: candle precomputes a table of that length.
+/// Returns the configuration for `positions` positions: candle precomputes a table of that length.
 fn llama_config(config: &ModelConfig, positions: usize) -> Config {
     Config {
         hidden_size: config.hidden_size,

@@ -47,7 +47,7 @@ impl TargetAttention {
         }
     }
 
-    /// The Mixture-of-Head configuration for `model`.
+    /// Returns the Mixture-of-Head configuration for `model`.
     pub fn configure(&self, model: &ModelConfig) -> Result<Option<MohConfig>, Error> {
         Ok(self.request().map(|request| request.for_model(model)).transpose()?)
     }
@@ -103,7 +103,7 @@ impl ConversionOptions {
         }
     }
 
-    /// The directory of the source's tokenizer; `None` for a run that has none.
+    /// Returns the directory of the source's tokenizer; `None` for a run that has none.
     pub fn source_tokenizer(&self) -> Option<PathBuf> {
         match &self.checkpoint {
             Some(checkpoint) => checkpoint.run.tokenizer(),
@@ -111,7 +111,7 @@ impl ConversionOptions {
         }
     }
 
-    /// The configuration of the source.
+    /// Returns the configuration of the source.
     pub fn source_config(&self) -> Result<ModelConfig, Error> {
         match &self.checkpoint {
             Some(checkpoint) => Ok(checkpoint.config_file()?.config),
@@ -138,7 +138,7 @@ pub struct Conversion {
 }
 
 impl Conversion {
-    /// The output under its temporary name.
+    /// Returns the output under its temporary name.
     pub fn path(&self) -> &Path {
         self.pending.path()
     }
@@ -244,13 +244,13 @@ impl<'a> Plan<'a> {
         self.source.file.fields.get(OUTPUT_REFITTED).is_some_and(|refitted| refitted == true)
     }
 
-    /// Whether the output is a dense model of a Mixture-of-Head model's refitted output projections: neither that model
-    /// nor the one it was converted from.
+    /// Returns whether the output is a dense model of a Mixture-of-Head model's refitted output projections: neither
+    /// that model nor the one it was converted from.
     pub fn is_dense_of_refitted(&self) -> bool {
         self.config.moh.is_none() && self.is_source_refitted()
     }
 
-    /// The growth of a tensor's rows.
+    /// Returns the growth of a tensor's rows.
     pub fn expansion_of(&self, tensor: &str) -> Option<&Expansion> {
         self.expansion.as_ref().filter(|_| has_vocabulary_rows(tensor))
     }
@@ -306,7 +306,7 @@ impl<'a> Plan<'a> {
         })
     }
 
-    /// The files that are copied, and the text of the model card if the output has one.
+    /// Returns the files that are copied, and the text of the model card if the output has one.
     fn companions_and_card(&self) -> Result<(Vec<PathBuf>, Option<String>), Error> {
         let Plan { options, config, .. } = self;
         let first_tokenizer = options.source_tokenizer();
@@ -516,7 +516,7 @@ impl Converter<'_, '_> {
 
 const PARALLEL_ELEMENTS: usize = 1 << 16;
 
-/// Index of the first element that is infinite or not a number.
+/// Returns the index of the first element that is infinite or not a number.
 fn first_not_finite(dtype: DType, bytes: &[u8]) -> Option<usize> {
     let blocks = bytes.par_chunks(PARALLEL_ELEMENTS * dtype.bytes()).enumerate();
     blocks.find_map_first(|(block, bytes)| {

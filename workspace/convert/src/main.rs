@@ -125,7 +125,7 @@ enum AttentionKind {
     Dense,
 }
 
-/// The element types of an output, by their short names and by the names in `config.json`.
+/// Returns the element types of an output, by their short names and by the names in `config.json`.
 fn output_types() -> impl TypedValueParser<Value = DType> {
     const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
     let value = |dtype: DType| PossibleValue::new(dtype.name()).alias(dtype.torch_name());
@@ -133,7 +133,7 @@ fn output_types() -> impl TypedValueParser<Value = DType> {
         .try_map(|name| DType::from_name(&name).ok_or("not an element type"))
 }
 
-/// Bytes in decimal (KB, MB, GB) or binary (KiB, MiB, GiB) units, as transformers reads them.
+/// Returns the bytes in decimal (KB, MB, GB) or binary (KiB, MiB, GiB) units, as transformers reads them.
 fn parse_size(text: &str) -> Result<u64, String> {
     let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(end);
@@ -181,7 +181,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// The requested attention; `None` if nothing is said about it.
+/// Returns the requested attention; `None` if nothing is said about it.
 fn attention(arguments: &Arguments) -> Option<TargetAttention> {
     let Arguments { attention, router, shared_heads, active, routed_top_k, calibration, .. } =
         arguments.clone();
@@ -369,7 +369,7 @@ fn write_receipt(path: &Path, receipt: &Receipt, force: bool) -> anyhow::Result<
     write().with_context(|| format!("--receipt {}", path.display()))
 }
 
-/// The last component of a hub id or of a directory's canonical path.
+/// Returns the last component of a hub id or of a directory's canonical path.
 fn model_name(from: &str) -> String {
     let path = Path::new(from);
     let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
@@ -444,7 +444,7 @@ fn print_receipt(
     )
 }
 
-/// The numbers of tensors that are unchanged, converted and new.
+/// Returns the numbers of tensors that are unchanged, converted and new.
 fn describe_tensors(receipt: &Receipt) -> String {
     let count = |is: fn(&TensorReceipt) -> bool| receipt.tensors.iter().filter(|it| is(it)).count();
     let (total, unchanged) = (receipt.tensors.len(), receipt.num_unchanged());

@@ -69,8 +69,8 @@ impl Compute for OwnText<'_> {
     }
 }
 
-/// The tokens with which windows begin, in turn: what begins a text, and what comes before a user's message in a model's
-/// chat template.
+/// Returns the tokens with which windows begin, in turn: what begins a text, and what comes before a user's message in
+/// a model's chat template.
 fn starts(
     model: &NamedModel,
     tokenizer: &TextTokenizer,

@@ -45,7 +45,7 @@ impl<'a> ReadAhead<'a> {
         }
     }
 
-    /// The next part of a tensor to ask for; `None` if enough has been asked for.
+    /// Returns the next part of a tensor to ask for; `None` if enough has been asked for.
     fn request(&mut self) -> Option<(&'a str, Range<usize>)> {
         let (tensor, start) = self.next;
         let &(name, length) = self.tensors.get(tensor).filter(|_| self.ahead < AHEAD_BYTES)?;

@@ -85,7 +85,7 @@ pub struct TensorReceipt {
 /// A length of many texts, at which attention is a small part of a model's work.
 const SHORT: usize = 512;
 
-/// The share of a model's forward FLOPs that is left after a conversion, at a short length and at its longest.
+/// Returns the share of a model's forward FLOPs that is left after a conversion, at a short length and at its longest.
 fn flops_left(before: &ModelConfig, after: &ModelConfig) -> Vec<(usize, f64)> {
     let longest = after.max_position_embeddings;
     let mut lengths = vec![SHORT.min(longest), longest];
@@ -96,7 +96,7 @@ fn flops_left(before: &ModelConfig, after: &ModelConfig) -> Vec<(usize, f64)> {
 }
 
 impl Receipt {
-    /// Whether tokens compute fewer heads than in the source.
+    /// Returns whether tokens compute fewer heads than in the source.
     pub fn loses_heads(&self) -> bool {
         let [before, after] = self.attention_flops_per_token;
         after < before
@@ -147,7 +147,7 @@ impl Receipt {
         })
     }
 
-    /// Number of tensors copied unchanged.
+    /// Returns the number of tensors copied unchanged.
     pub fn num_unchanged(&self) -> usize {
         self.tensors.iter().filter(|tensor| tensor.unchanged).count()
     }

@@ -72,7 +72,7 @@ impl Weights {
         }
     }
 
-    /// A tensor's type and little-endian bytes.
+    /// Returns a tensor's type and little-endian bytes.
     pub(crate) fn bytes(&self, name: &str) -> Result<(DType, Cow<'_, [u8]>), Error> {
         match self {
             Weights::Files(files) => {
@@ -110,7 +110,7 @@ impl Weights {
         }
     }
 
-    /// The file or directory of a tensor, for messages.
+    /// Returns the file or directory of a tensor, for messages.
     pub(crate) fn path_of(&self, name: &str) -> &Path {
         match self {
             Weights::Files(files) => files.file_of(name),
@@ -118,7 +118,7 @@ impl Weights {
         }
     }
 
-    /// Bytes of a tensor in the source's files; 0 if they are not mapped.
+    /// Returns the bytes of a tensor in the source's files; 0 if they are not mapped.
     pub(crate) fn stored_bytes(&self, name: &str) -> Result<usize, Error> {
         match self {
             Weights::Files(files) => Ok(files.get(name)?.bytes.len()),

@@ -129,13 +129,13 @@ impl Comparison<'_> {
         self.refit && layer_of_output_projection(name).is_some()
     }
 
-    /// A tensor of the source, or of the output if it is refitted.
+    /// Returns a tensor of the source, or of the output if it is refitted.
     fn read_source(&self, name: &str, values: &mut [f32]) -> Result<(), Error> {
         let model = if self.is_refitted(name) { &self.after } else { &self.before };
         Ok(model.weights.read_f32(name, values)?)
     }
 
-    /// The output's configuration with every routed head selected or, where none is or heads are
+    /// Returns the output's configuration with every routed head selected or, where none is or heads are
     /// weighed, shared.
     fn all_heads_on(&self) -> ModelConfig {
         let config = &self.after.file.config;
@@ -166,7 +166,7 @@ impl Comparison<'_> {
     }
 }
 
-/// Whether a difference is more than allowed; one that is not a number is.
+/// Returns whether a difference is more than allowed; one that is not a number is.
 fn exceeds(difference: f32, allowed: f32) -> bool {
     difference.is_nan() || difference > allowed
 }

@@ -122,22 +122,22 @@ impl Expansion {
         })
     }
 
-    /// Rows of the model after.
+    /// Returns the rows of the model after.
     pub fn num_rows(&self) -> usize {
         self.kept + self.sources.len()
     }
 
-    /// Number of leading rows that are copied bit for bit.
+    /// Returns the number of leading rows that are copied bit for bit.
     pub fn num_kept(&self) -> usize {
         self.kept
     }
 
-    /// Whether the expansion changes nothing.
+    /// Returns whether the expansion changes nothing.
     pub fn is_identity(&self) -> bool {
         self.sources.is_empty()
     }
 
-    /// The old rows whose mean is the new row `row`: the row itself if it is unchanged, none for
+    /// Returns the old rows whose mean is the new row `row`: the row itself if it is unchanged, none for
     /// the mean of all.
     pub fn spelling(&self, row: usize) -> Vec<u32> {
         match row.checked_sub(self.kept) {
@@ -146,7 +146,7 @@ impl Expansion {
         }
     }
 
-    /// The new rows of a tensor with `width` elements per row; `old` reads one of its old rows.
+    /// Returns the new rows of a tensor with `width` elements per row; `old` reads one of its old rows.
     pub fn rows<'a>(&'a self, width: usize, old: &'a dyn Fn(u32, &mut [f32])) -> Rows<'a> {
         Rows { expansion: self, width, old, mean: OnceCell::new() }
     }

@@ -58,7 +58,7 @@ pub(crate) fn compare(
     Ok(found)
 }
 
-/// The largest difference of the first elements, or the first element that differs by more than
+/// Returns the largest difference of the first elements, or the first element that differs by more than
 /// rounding explains.
 fn compare_tensor(
     before: &TensorBytes<'_>,

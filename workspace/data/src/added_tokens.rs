@@ -74,7 +74,7 @@ impl Added {
         token
     }
 
-    /// Whether a normalizer changes it as any text.
+    /// Returns whether a normalizer changes it as any text.
     pub(crate) fn is_normalized(&self) -> bool {
         self.properties[NORMALIZED]
     }
@@ -83,14 +83,14 @@ impl Added {
         self.properties[SPECIAL]
     }
 
-    /// The token when it is added to one of the same content, which stays special.
+    /// Returns the token when it is added to one of the same content, which stays special.
     pub(crate) fn after(&self, before: Option<&Self>) -> Self {
         let mut token = self.clone();
         token.properties[SPECIAL] |= before.is_some_and(Self::is_special);
         token
     }
 
-    /// Whether adding one after the other changes nothing.
+    /// Returns whether adding one after the other changes nothing.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         (&self.content, self.properties) == (&other.content, other.properties)
     }
@@ -152,7 +152,7 @@ fn is_listed(value: &Value) -> bool {
         || value.as_object().is_some_and(|names| !names.is_empty())
 }
 
-/// Whether a field of any tokenizer names a special token of one model.
+/// Returns whether a field of any tokenizer names a special token of one model.
 fn is_of_model(name: &str) -> bool {
     name.ends_with("_token") && !NAMED.contains(&name)
 }
@@ -200,7 +200,7 @@ impl Fields<'_> {
         }
     }
 
-    /// The tokens of `added_tokens_decoder` by their ids.
+    /// Returns the tokens of `added_tokens_decoder` by their ids.
     fn decoded(&self, decoder: &Value, tokens: &mut BTreeMap<u64, Added>) -> Result<()> {
         let fault = |name: &str| {
             let reason =
@@ -254,7 +254,8 @@ impl Fields<'_> {
         Ok(())
     }
 
-    /// The special tokens with their names, those of [`NAMED`] with the properties of the tokens of the same content.
+    /// Returns the special tokens with their names, those of [`NAMED`] with the properties of the tokens of the same
+    /// content.
     fn special(
         &self,
         names: Map<String, Value>,
@@ -279,7 +280,7 @@ impl Fields<'_> {
         all.into_iter().map(token).collect()
     }
 
-    /// The special tokens without names.
+    /// Returns the special tokens without names.
     fn extra(&self) -> Result<Vec<Added>> {
         let name = if self.values.contains_key(EXTRA) { EXTRA } else { ADDITIONAL };
         match self.values.get(name) {
@@ -290,7 +291,7 @@ impl Fields<'_> {
     }
 }
 
-/// The fields of the file `name` beside `path`; none if it does not exist.
+/// Returns the fields of the file `name` beside `path`; none if it does not exist.
 fn read(path: &Path, name: &str) -> Result<Map<String, Value>> {
     let path = path.with_file_name(name);
     let bytes = moh_files::read_bounded_if_any(&path, MAX_FILE_BYTES, "a file of a tokenizer")?;

@@ -28,7 +28,7 @@ pub struct TokenFileContent {
 }
 
 impl TokenFileContent {
-    /// The content of these files, of which the mask may be missing.
+    /// Returns the content of these files, of which the mask may be missing.
     pub(crate) fn from_bytes(idx: &[u8], bin: &[u8], mask: Option<&[u8]>) -> Self {
         Self {
             idx_bytes: idx.len() as u64,
@@ -40,7 +40,7 @@ impl TokenFileContent {
     }
 }
 
-/// The hash of evenly spaced blocks.
+/// Returns the hash of evenly spaced blocks.
 fn sample(bytes: &[u8]) -> blake3::Hash {
     if bytes.len() <= BLOCKS * BLOCK_BYTES {
         return blake3::hash(bytes);

@@ -65,7 +65,7 @@ impl Error {
         move |source| Self::Io { path, action, source }
     }
 
-    /// The same error, with the user's name of the windows' length: an option, or a key.
+    /// Returns the same error, with the user's name of the windows' length: an option, or a key.
     pub fn with_length(mut self, name: impl Into<String>) -> Self {
         if let Self::TooShort { length, .. } = &mut self {
             *length = name.into();
@@ -81,7 +81,7 @@ impl Error {
         Self::Invalid(format!("{name} = {value}: {reason}"))
     }
 
-    /// A token id of the file `path`, at `position` of the whole file, outside the model's vocabulary.
+    /// Creates a token id of the file `path`, at `position` of the whole file, outside the model's vocabulary.
     pub(crate) fn outside_vocabulary(path: &Path, position: u64, id: i64, vocabulary: u64) -> Self {
         Self::Invalid(format!(
             "{}: token {position} has the id {id}, outside the vocabulary of {vocabulary}: if it is a token of the \

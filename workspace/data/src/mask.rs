@@ -55,7 +55,7 @@ impl Mask {
         Ok(Some(Self { path, bytes }))
     }
 
-    /// The bytes, which may be other than 0 and 1.
+    /// Returns the bytes, which may be other than 0 and 1.
     pub(crate) fn bytes(&self) -> &Mmap {
         &self.bytes
     }
@@ -68,7 +68,7 @@ impl Mask {
         Ok(())
     }
 
-    /// The number of tokens in a range within the file that are trained on.
+    /// Returns the number of tokens in a range within the file that are trained on.
     pub(crate) fn count(&self, range: Range<u64>) -> Result<u64> {
         let start = range.start;
         let bytes = &self.bytes[start as usize..range.end as usize];
@@ -96,7 +96,7 @@ impl Mask {
         Err(Error::token_file(&self.path, reason))
     }
 
-    /// Bytes other than 0 and 1, and the first.
+    /// Returns the bytes other than 0 and 1, and the first.
     pub(crate) fn invalid(&self) -> (u64, Option<u64>) {
         let others = self.bytes.iter().enumerate().filter(|(_, byte)| **byte > 1);
         let mut first = None;
@@ -105,7 +105,7 @@ impl Mask {
     }
 }
 
-/// The number of bytes that are 1, of bytes that are 0 or 1.
+/// Returns the number of bytes that are 1, of bytes that are 0 or 1.
 pub(crate) fn ones(bytes: &[u8]) -> u64 {
     // A byte holds the sum of 255 of them, which vector instructions add.
     bytes.chunks(255).map(|part| u64::from(part.iter().sum::<u8>())).sum()

@@ -93,7 +93,7 @@ impl Mixture {
         }
     }
 
-    /// The source of sample `number`, and the number of earlier samples of that source.
+    /// Returns the source of sample `number`, and the number of earlier samples of that source.
     pub(crate) fn locate(&self, number: u64) -> (usize, u64) {
         let (mut sources, mut number) = (0..self.sources(), number);
         while sources.len() > 1 {
@@ -124,7 +124,7 @@ impl Mixture {
         counts
     }
 
-    /// The samples of a node's first half before its sample `number`, and whether that is one of
+    /// Returns the samples of a node's first half before its sample `number`, and whether that is one of
     /// them.
     fn divide(&self, node: &Node, number: u64) -> (u64, bool) {
         if self.order == Order::Sequential {
@@ -157,7 +157,7 @@ impl Mixture {
 }
 
 impl Node {
-    /// The samples of the first half among the first `samples`: its share, rounded to the nearest.
+    /// Returns the samples of the first half among the first `samples`: its share, rounded to the nearest.
     fn share(&self, samples: u128) -> u64 {
         // The product is below 2^65 x 2^63. The share is at most `samples`, and below 2^64 because
         // `first` is below `both`.

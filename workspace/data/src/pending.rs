@@ -40,7 +40,7 @@ impl Pending {
         self.file.write_all(bytes).map_err(Error::io(self.file.path(), "write"))
     }
 
-    /// The file, with all earlier writes flushed to it.
+    /// Returns the file, with all earlier writes flushed to it.
     pub(crate) fn flushed(&mut self) -> Result<&mut File> {
         let path = self.path().to_path_buf();
         self.file.flushed().map_err(Error::io(&path, "write"))

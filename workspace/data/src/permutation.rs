@@ -26,7 +26,7 @@ impl Permutation {
         Self { n, half_bits: bits.div_ceil(2).max(1), keys }
     }
 
-    /// The image of an index below n.
+    /// Returns the image of an index below n.
     pub fn apply(&self, index: u64) -> u64 {
         assert!(index < self.n, "index {index} outside a permutation of {}", self.n);
         if self.n == 1 {
@@ -53,7 +53,7 @@ impl Permutation {
 /// 2^64 over the golden ratio: the step of splitmix64.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The output function of splitmix64: every bit of the result depends on every bit of `value`.
+/// Returns the output function of splitmix64: every bit of the result depends on every bit of `value`.
 fn scramble(mut value: u64) -> u64 {
     value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -119,13 +119,13 @@ impl TrainingData {
         Ok(Self { files, starts, first: 0, mixture, sequence_length, order, seed, by_document })
     }
 
-    /// The same data, for attention within documents if `by_document`: the first token of a document is no target then,
-    /// because no token before it belongs to its document.
+    /// Returns the same data, for attention within documents if `by_document`: the first token of a document is no
+    /// target then, because no token before it belongs to its document.
     pub fn by_document(self, by_document: bool) -> Self {
         Self { by_document, ..self }
     }
 
-    /// The same data, whose first sample has the number `first`, and whose sources begin at `starts`.
+    /// Returns the same data, whose first sample has the number `first`, and whose sources begin at `starts`.
     ///
     /// # Panics
     /// If the starts are not as many as the sources.
@@ -134,22 +134,22 @@ impl TrainingData {
         Self { first, starts, ..self }
     }
 
-    /// The token files, in the order of the sources.
+    /// Returns the token files, in the order of the sources.
     pub fn files(&self) -> &[Arc<TokenFile>] {
         &self.files
     }
 
-    /// The number of each file; see [`SourceStart::number`].
+    /// Returns the number of each file; see [`SourceStart::number`].
     pub fn file_numbers(&self) -> impl Iterator<Item = u64> {
         self.starts.iter().map(|start| start.number)
     }
 
-    /// Tokens per sample that have a target.
+    /// Returns the tokens per sample that have a target.
     pub fn sequence_length(&self) -> usize {
         self.sequence_length
     }
 
-    /// Windows of a source: the samples of one epoch.
+    /// Returns the windows of a source: the samples of one epoch.
     ///
     /// # Panics
     /// If there is no such source.
@@ -164,7 +164,7 @@ impl TrainingData {
         until.iter().zip(before).map(|(until, before)| until.saturating_sub(before)).collect()
     }
 
-    /// The source of sample `number`, and the position of its first token in that source.
+    /// Returns the source of sample `number`, and the position of its first token in that source.
     pub fn locate(&self, number: u64) -> (usize, u64) {
         let (source, index) = self.mixture.locate(number.saturating_sub(self.first));
         let start = self.starts[source];
@@ -195,8 +195,8 @@ impl TrainingData {
         Ok(self.by_document || file.has_mask())
     }
 
-    /// The targets of these samples that are trained on: the tokens after the first one of each, but for those that
-    /// [`TrainingData::mask`] leaves out. `None` if there is none to leave out, so that all are.
+    /// Returns the targets of these samples that are trained on: the tokens after the first one of each, but for those
+    /// that [`TrainingData::mask`] leaves out. `None` if there is none to leave out, so that all are.
     pub fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>> {
         if !self.by_document && !self.files.iter().any(|file| file.has_mask()) {
             return Ok(None);

@@ -44,7 +44,7 @@ enum Step {
 }
 
 impl TokenDecoder {
-    /// The decoder of a tokenizer; `None` if it is none of the known.
+    /// Returns the decoder of a tokenizer; `None` if it is none of the known.
     pub(crate) fn new(json: &TokenizerJson, added: &BTreeMap<u32, Added>) -> Option<Self> {
         let steps = match &json.fields["decoder"] {
             Value::Null => None,
@@ -71,7 +71,7 @@ impl TokenDecoder {
         self.decode(ids).len() as u64
     }
 
-    /// The text of ids, without special tokens.
+    /// Returns the text of ids, without special tokens.
     pub fn decode(&self, ids: &[u32]) -> String {
         let tokens: Vec<String> =
             ids.iter().filter_map(|id| self.tokens.get(id).cloned()).collect();
@@ -89,7 +89,7 @@ impl TokenizerJson {
     }
 }
 
-/// The steps of a decoder; `None` if it is none of the known.
+/// Returns the steps of a decoder; `None` if it is none of the known.
 fn steps(decoder: &Value) -> Option<Vec<Step>> {
     let character = |name: &str| {
         let mut characters = decoder[name].as_str()?.chars();
@@ -122,13 +122,13 @@ fn steps(decoder: &Value) -> Option<Vec<Step>> {
     })
 }
 
-/// The pattern and the content of a `Replace`; `None` if its pattern is no text.
+/// Returns the pattern and the content of a `Replace`; `None` if its pattern is no text.
 fn replacement(replace: &Value) -> Option<(&str, &str)> {
     let pattern = replace["pattern"]["String"].as_str().filter(|pattern| !pattern.is_empty())?;
     Some((pattern, replace["content"].as_str()?))
 }
 
-/// A text after a normalizer; `None` if that is none of the known.
+/// Returns a text after a normalizer; `None` if that is none of the known.
 fn normalized(text: &str, normalizer: &Value) -> Option<String> {
     if normalizer.is_null() {
         return Some(text.to_owned());
@@ -176,7 +176,7 @@ impl Step {
     }
 }
 
-/// A text without up to so many of a character at its beginning and its end.
+/// Returns a text without up to so many of a character at its beginning and its end.
 fn stripped(mut text: &str, content: char, [start, stop]: [usize; 2]) -> &str {
     for _ in 0..start {
         let Some(rest) = text.strip_prefix(content) else { break };
@@ -189,19 +189,19 @@ fn stripped(mut text: &str, content: char, [start, stop]: [usize; 2]) -> &str {
     text
 }
 
-/// The bytes of a token of a byte, such as `<0x0A>`, or of one of byte-level BPE; `None` if it is neither.
+/// Returns the bytes of a token of a byte, such as `<0x0A>`, or of one of byte-level BPE; `None` if it is neither.
 pub fn bytes_of_token(token: &str) -> Option<Vec<u8>> {
     let byte = byte_token(token).map(|byte| vec![byte]);
     byte.or_else(|| token.chars().map(byte_of).collect())
 }
 
-/// The bytes that a text spells in GPT-2's alphabet; its own if it has another character.
+/// Returns the bytes that a text spells in GPT-2's alphabet; its own if it has another character.
 fn bytes_of(text: &str) -> Vec<u8> {
     text.chars().map(byte_of).collect::<Option<_>>().unwrap_or_else(|| text.as_bytes().to_vec())
 }
 
-/// The byte of a character of GPT-2's alphabet: printable Latin-1 stands for itself, and the other bytes have the
-/// characters from U+0100 on.
+/// Returns the byte of a character of GPT-2's alphabet: printable Latin-1 stands for itself, and the other bytes have
+/// the characters from U+0100 on.
 pub fn byte_of(character: char) -> Option<u8> {
     let code = u32::from(character);
     let byte = match code {
@@ -233,7 +233,7 @@ fn without_bytes(texts: Vec<String>) -> Vec<String> {
     out
 }
 
-/// The byte of a token such as `<0xE5>`.
+/// Returns the byte of a token such as `<0xE5>`.
 pub fn byte_token(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>').filter(|digits| digits.len() == 2)?;
     u8::from_str_radix(digits, 16).ok()

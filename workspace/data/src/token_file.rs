@@ -115,22 +115,22 @@ impl TokenFile {
         }
     }
 
-    /// The path without its endings.
+    /// Returns the path without its endings.
     pub fn prefix(&self) -> &Path {
         &self.prefix
     }
 
-    /// Tokens in the file.
+    /// Returns the tokens in the file.
     pub fn num_tokens(&self) -> u64 {
         self.index.tokens
     }
 
-    /// Documents in the file.
+    /// Returns the documents in the file.
     pub fn num_documents(&self) -> u64 {
         self.index.documents as u64
     }
 
-    /// Tokens of the longest document; 0 without documents.
+    /// Returns the tokens of the longest document; 0 without documents.
     pub fn longest_document(&self) -> u64 {
         self.documents().map(|document| document.tokens).max().unwrap_or(0)
     }
@@ -139,17 +139,17 @@ impl TokenFile {
         self.index.sequences as u64
     }
 
-    /// The stored type of a token.
+    /// Returns the stored type of a token.
     pub fn token_type(&self) -> TokenType {
         self.index.dtype
     }
 
-    /// The contents of `PREFIX.json`, if it exists.
+    /// Returns the contents of `PREFIX.json`, if it exists.
     pub fn info(&self) -> Option<&TokenFileInfo> {
         self.info.as_ref()
     }
 
-    /// Whether a mask says which tokens are trained on; without one, all are.
+    /// Returns whether a mask says which tokens are trained on; without one, all are.
     pub fn has_mask(&self) -> bool {
         self.mask.is_some()
     }
@@ -170,7 +170,7 @@ impl TokenFile {
         }
     }
 
-    /// The number of tokens at `positions` that are trained on.
+    /// Returns the number of tokens at `positions` that are trained on.
     pub fn count_trained(&self, positions: Range<u64>) -> Result<u64> {
         let count = positions.end.saturating_sub(positions.start);
         self.check_range(positions.start, count)?;
@@ -194,7 +194,7 @@ impl TokenFile {
         })
     }
 
-    /// Sequences that do not begin where the one before them ends: how many, and the first.
+    /// Returns the sequences that do not begin where the one before them ends: how many, and the first.
     pub(crate) fn displaced(&self) -> (u64, Option<u64>) {
         if self.index.is_contiguous {
             return (0, None);
@@ -215,7 +215,7 @@ impl TokenFile {
         self.bin.len() as u64
     }
 
-    /// The stored tokens of a document, of each of its sequences.
+    /// Returns the stored tokens of a document, of each of its sequences.
     pub(crate) fn stored<'a>(
         &'a self,
         document: &StoredDocument,
@@ -240,7 +240,7 @@ impl TokenFile {
         TokenFileContent::from_bytes(&self.index.map, &self.bin, mask)
     }
 
-    /// An exclusive upper bound of the ids, known without reading them: the size of the vocabulary
+    /// Returns an exclusive upper bound of the ids, known without reading them: the size of the vocabulary
     /// with which this `content` was written, if `PREFIX.json` records it, or else the number of
     /// ids that the stored type can hold. `None` for a signed type without a record, because it may
     /// hold negative ids.
@@ -260,7 +260,7 @@ impl TokenFile {
         }
     }
 
-    /// The largest id in a range of positions; 0 if it is empty. The range is divided among the
+    /// Returns the largest id in a range of positions; 0 if it is empty. The range is divided among the
     /// threads.
     pub fn largest_id(&self, range: Range<u64>) -> Result<u32> {
         self.check_range(range.start, range.end.saturating_sub(range.start))?;
@@ -300,7 +300,7 @@ impl TokenFile {
         Ok(())
     }
 
-    /// The tokens at these positions.
+    /// Returns the tokens at these positions.
     pub fn ids(&self, positions: Range<u64>) -> Result<Vec<u32>> {
         let count = positions.end.saturating_sub(positions.start);
         self.check_range(positions.start, count)?;
@@ -336,7 +336,7 @@ impl TokenFile {
         })
     }
 
-    /// The first positions of all documents that start inside `range`, in order. Empty documents
+    /// Returns the first positions of all documents that start inside `range`, in order. Empty documents
     /// are left out.
     pub fn document_starts(&self, range: Range<u64>) -> Result<Vec<u64>> {
         self.check_range(range.start, range.end.saturating_sub(range.start))?;
@@ -365,7 +365,7 @@ impl TokenFile {
         Ok(starts)
     }
 
-    /// The numbers of the documents that the tokens at `positions` belong to. An empty range counts
+    /// Returns the numbers of the documents that the tokens at `positions` belong to. An empty range counts
     /// as its first position.
     pub fn documents_of(&self, positions: Range<u64>) -> Result<Range<u64>> {
         self.check_range(positions.start, positions.end.saturating_sub(positions.start).max(1))?;
@@ -379,7 +379,7 @@ impl TokenFile {
             ..below(positions.end.max(positions.start + 1)))
     }
 
-    /// The positions of a document's tokens.
+    /// Returns the positions of a document's tokens.
     pub fn document(&self, number: u64) -> Result<Range<u64>> {
         let documents = self.num_documents();
         if number >= documents {

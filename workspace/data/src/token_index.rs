@@ -141,12 +141,12 @@ impl TokenIndex {
         Ok(())
     }
 
-    /// Offset of the table of byte offsets.
+    /// Returns the offset of the table of byte offsets.
     fn offsets(&self) -> usize {
         HEADER_BYTES + 4 * self.sequences
     }
 
-    /// Offset of the table of document bounds.
+    /// Returns the offset of the table of document bounds.
     fn bounds(&self) -> usize {
         HEADER_BYTES + 12 * self.sequences
     }
@@ -155,7 +155,7 @@ impl TokenIndex {
         i32_at(&self.map, HEADER_BYTES + 4 * sequence) as u64
     }
 
-    /// Offset of a sequence in the `.bin`, in bytes.
+    /// Returns the offset of a sequence in the `.bin`, in bytes.
     pub(crate) fn offset(&self, sequence: usize) -> u64 {
         i64_at(&self.map, self.offsets() + 8 * sequence) as u64
     }
@@ -176,7 +176,7 @@ impl TokenIndex {
         low
     }
 
-    /// The sequence that contains a token, and the position of that sequence's first token. At or
+    /// Returns the sequence that contains a token, and the position of that sequence's first token. At or
     /// beyond the end: the number of sequences, and the number of tokens.
     pub(crate) fn locate(&self, position: u64) -> (usize, u64) {
         let block = self.starts.partition_point(|&start| start <= position);
@@ -206,7 +206,7 @@ fn index_bytes(sequences: u64, bounds: u64) -> Option<u64> {
     tables.checked_add(HEADER_BYTES as u64)
 }
 
-/// The eight bytes at `at`; the caller has checked the bounds.
+/// Returns the eight bytes at `at`; the caller has checked the bounds.
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
     let mut item = [0; 8];
     item.copy_from_slice(&bytes[at..at + 8]);
@@ -217,7 +217,7 @@ fn i64_at(bytes: &[u8], at: usize) -> i64 {
     u64_at(bytes, at) as i64
 }
 
-/// The four bytes at `at`; the caller has checked the bounds.
+/// Returns the four bytes at `at`; the caller has checked the bounds.
 fn i32_at(bytes: &[u8], at: usize) -> i32 {
     let mut item = [0; 4];
     item.copy_from_slice(&bytes[at..at + 4]);

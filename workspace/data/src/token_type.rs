@@ -25,7 +25,7 @@ pub enum TokenType {
 const LARGE_VOCABULARY: usize = 65_500;
 
 impl TokenType {
-    /// The type of an index's code; the error is the reason.
+    /// Returns the type of an index's code; the error is the reason.
     pub(crate) fn from_code(code: u8) -> Result<Self, String> {
         let all = [Self::U8, Self::I8, Self::I16, Self::I32, Self::I64, Self::U16];
         all.into_iter().find(|kind| kind.code() == code).ok_or_else(|| match code {
@@ -38,7 +38,7 @@ impl TokenType {
         self as u8
     }
 
-    /// Bytes of one token.
+    /// Returns the bytes of one token.
     pub fn bytes(self) -> usize {
         match self {
             Self::U8 | Self::I8 => 1,
@@ -48,7 +48,7 @@ impl TokenType {
         }
     }
 
-    /// The number of ids that the type can store; `None` for signed types, which can store what is
+    /// Returns the number of ids that the type can store; `None` for signed types, which can store what is
     /// no id.
     pub(crate) fn num_ids(self) -> Option<u64> {
         match self {
@@ -58,7 +58,7 @@ impl TokenType {
         }
     }
 
-    /// The name, as `PREFIX.json` writes it.
+    /// Returns the name, as `PREFIX.json` writes it.
     pub fn name(self) -> &'static str {
         match self {
             Self::U8 => "u8",
@@ -70,7 +70,7 @@ impl TokenType {
         }
     }
 
-    /// The stored type for a vocabulary of this size.
+    /// Returns the stored type for a vocabulary of this size.
     pub fn for_vocabulary(vocab_size: usize) -> Self {
         if vocab_size < LARGE_VOCABULARY { Self::U16 } else { Self::I32 }
     }
@@ -106,7 +106,7 @@ impl TokenType {
         }
     }
 
-    /// The last of stored ids, if there is one.
+    /// Returns the last of stored ids, if there is one.
     pub(crate) fn last(self, bytes: &[u8]) -> Option<i64> {
         let last = &bytes[bytes.len().checked_sub(self.bytes())?..];
         // Of a limit of 0 every id is outside.
@@ -114,7 +114,7 @@ impl TokenType {
     }
 }
 
-/// The loop of [`TokenType::outside`] for one stored type of N bytes.
+/// Returns the loop of [`TokenType::outside`] for one stored type of N bytes.
 fn outside<const N: usize>(
     bytes: &[u8],
     limit: u64,
@@ -131,7 +131,7 @@ fn outside<const N: usize>(
     (count, first)
 }
 
-/// The loop of [`TokenType::widen`] for one stored type of N bytes.
+/// Returns the loop of [`TokenType::widen`] for one stored type of N bytes.
 fn widen<const N: usize>(
     bytes: &[u8],
     out: &mut [u32],

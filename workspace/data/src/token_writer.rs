@@ -97,19 +97,19 @@ impl TokenFileWriter {
         })
     }
 
-    /// The files of a prefix: `.bin`, `.idx`, `.json` and `.mask`, which only some have.
+    /// Returns the files of a prefix: `.bin`, `.idx`, `.json` and `.mask`, which only some have.
     pub fn outputs(prefix: &Path) -> [PathBuf; 4] {
         [".bin", ".idx", ".json", mask::ENDING].map(|ending| with_ending(prefix, ending))
     }
 
-    /// The same with a mask of the tokens that are trained on, before any more documents are appended.
+    /// Returns the same with a mask of the tokens that are trained on, before any more documents are appended.
     pub fn with_mask(mut self) -> Result<Self> {
         let [.., mask] = Self::outputs(&self.prefix);
         self.mask = Some(open(&mask, self.directory.as_deref(), self.written.tokens)?);
         Ok(self)
     }
 
-    /// The path of the token file without its endings.
+    /// Returns the path of the token file without its endings.
     pub fn prefix(&self) -> &Path {
         &self.prefix
     }
@@ -171,7 +171,7 @@ impl TokenFileWriter {
         Ok(())
     }
 
-    /// The complete documents so far.
+    /// Returns the complete documents so far.
     pub fn written(&self) -> Written {
         self.written
     }
@@ -185,7 +185,7 @@ impl TokenFileWriter {
         self.idx.sync()
     }
 
-    /// The first tokens of the file, at most `count`.
+    /// Returns the first tokens of the file, at most `count`.
     pub fn beginning(&mut self, count: usize) -> Result<Vec<u32>> {
         let (item, bin) = (self.dtype.bytes(), self.bin.map()?);
         let tokens = bin[..bin.len().min(count * item)].chunks_exact(item);
@@ -234,7 +234,7 @@ impl TokenFileWriter {
         Ok(CompleteTokenFile { bin, mask, json, idx, info, stays: directory.is_some() })
     }
 
-    /// The content of the files, which are complete, and the trained tokens if there is a mask.
+    /// Returns the content of the files, which are complete, and the trained tokens if there is a mask.
     fn content(&mut self) -> Result<(TokenFileContent, Option<u64>)> {
         let (idx, bin) = (self.idx.map()?, self.bin.map()?);
         let mask = self.mask.as_mut().map(Pending::map).transpose()?;
@@ -281,7 +281,7 @@ impl TokenFileWriter {
     }
 }
 
-/// A file of a token file that gets the name `path` when it is complete.
+/// Returns a file of a token file that gets the name `path` when it is complete.
 fn open(path: &Path, directory: Option<&Path>, length: u64) -> Result<Pending> {
     match directory {
         Some(directory) => Pending::resume(path, directory, length),

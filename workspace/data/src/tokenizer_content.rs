@@ -36,7 +36,7 @@ const BPE_DEFAULTS: [(&str, &RawValue); 7] = [
 pub struct TokenizerContent(BTreeMap<String, String>);
 
 impl TokenizerContent {
-    /// The first part that another content has otherwise; `None` if they are equal.
+    /// Returns the first part that another content has otherwise; `None` if they are equal.
     pub fn first_difference<'a>(&'a self, other: &'a Self) -> Option<&'a str> {
         let names: BTreeSet<&String> = self.0.keys().chain(other.0.keys()).collect();
         let mut names: Vec<&str> = names.into_iter().map(String::as_str).collect();
@@ -110,7 +110,7 @@ impl TokenizerJson {
         Ok(Self { fields, tokens, vocabulary, merges })
     }
 
-    /// The hash of each part.
+    /// Returns the hash of each part.
     pub fn content(&self) -> TokenizerContent {
         let hash = |text: &str| blake3::hash(text.as_bytes()).to_hex().to_string();
         let mut hashes: BTreeMap<String, String> =
@@ -120,7 +120,7 @@ impl TokenizerJson {
         TokenizerContent(hashes)
     }
 
-    /// The parts but for the vocabulary and the merges, their keys sorted.
+    /// Returns the parts but for the vocabulary and the merges, their keys sorted.
     fn small_parts(&self) -> impl Iterator<Item = (String, Value)> {
         let fields = self.fields.as_object().into_iter().flatten();
         fields.filter(|(name, _)| !OTHER_FIELDS.contains(&name.as_str())).map(|(name, part)| {
@@ -130,7 +130,7 @@ impl TokenizerJson {
         })
     }
 
-    /// The value of a part; null if there is none of this name.
+    /// Returns the value of a part; null if there is none of this name.
     fn part(&self, name: &str) -> Value {
         let text = match name {
             VOCABULARY => &self.vocabulary,
@@ -144,7 +144,7 @@ impl TokenizerJson {
         serde_json::from_str(text.get()).unwrap_or_default()
     }
 
-    /// The first place where the content is not `other`'s, with both values: `vocabulary."the": 5, not 7`.
+    /// Returns the first place where the content is not `other`'s, with both values: `vocabulary."the": 5, not 7`.
     pub(crate) fn first_difference(&self, other: &Self) -> Option<String> {
         let (ours, others) = (self.content(), other.content());
         let name = ours.first_difference(&others)?;
@@ -241,7 +241,7 @@ impl<'de> Visitor<'de> for MergeVisitor {
     }
 }
 
-/// The first place in which two values that lie at `place` differ.
+/// Returns the first place in which two values that lie at `place` differ.
 fn difference(place: &str, ours: &Value, others: &Value) -> String {
     let deeper = match (ours, others) {
         (Value::Object(ours), Value::Object(others)) => {

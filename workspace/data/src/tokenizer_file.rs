@@ -23,7 +23,7 @@ impl TokenizerFile {
         Ok(Self { hash: source.hash(), source, json })
     }
 
-    /// The `tokenizer.json`.
+    /// Returns the `tokenizer.json`.
     pub fn path(&self) -> &Path {
         &self.source.path
     }
@@ -38,7 +38,7 @@ impl TokenizerFile {
         &self.source.remarks
     }
 
-    /// The id of the special token with a name, such as `eos_token`.
+    /// Returns the id of the special token with a name, such as `eos_token`.
     pub fn special(&self, name: &str) -> Option<u32> {
         self.id(self.source.special.get(name)?)
     }
@@ -48,31 +48,31 @@ impl TokenizerFile {
         self.json.content()
     }
 
-    /// The first place where the content is not another tokenizer's, with both values; `None` if the contents
+    /// Returns the first place where the content is not another tokenizer's, with both values; `None` if the contents
     /// are the same.
     pub fn first_difference(&self, other: &Self) -> Option<String> {
         self.json.first_difference(&other.json)
     }
 
-    /// The id of a token.
+    /// Returns the id of a token.
     pub fn id(&self, token: &str) -> Option<u32> {
         let added = self.source.added.iter().find(|(_, added)| added.content == token);
         added.map(|(id, _)| *id).or_else(|| self.json.id(token))
     }
 
-    /// The largest id + 1.
+    /// Returns the largest id + 1.
     pub fn vocab_size(&self) -> usize {
         self.ids().into_values().max().map_or(0, |largest| largest as usize + 1)
     }
 
-    /// Whether every token of `other` has the same id here.
+    /// Returns whether every token of `other` has the same id here.
     pub fn has_tokens_of(&self, other: &Self) -> bool {
         let ids = self.ids();
         other.ids().iter().all(|(token, id)| ids.get(token) == Some(id))
     }
 
-    /// The leading rows of a model with the tokenizer `old` and so many rows that are the same tokens here: none of them
-    /// is a token that the model did not have.
+    /// Returns the leading rows of a model with the tokenizer `old` and so many rows that are the same tokens here:
+    /// none of them is a token that the model did not have.
     pub fn kept_rows(&self, old: &Self, rows: usize) -> usize {
         let old: HashSet<u32> = old.ids().into_values().collect();
         let new = self.ids().into_values().filter(|id| !old.contains(id));

@@ -147,8 +147,8 @@ fn missing(directory: &Path) -> String {
     )
 }
 
-/// The ids of added tokens by their contents, as the library gives them: those of the model's tokens of the same
-/// content, or the next ones after the model's. Also those of `more` that no other file has.
+/// Returns the ids of added tokens by their contents, as the library gives them: those of the model's tokens of the
+/// same content, or the next ones after the model's. Also those of `more` that no other file has.
 fn ids<'a>(
     tokens: &[(String, u32)],
     own: &'a [Added],
@@ -173,8 +173,8 @@ fn ids<'a>(
     (ids, new)
 }
 
-/// A sentence for each file that names tokens which `tokenizer.json` does not have, and for each that gives tokens other
-/// ids than they have.
+/// Returns a sentence for each file that names tokens which `tokenizer.json` does not have, and for each that gives
+/// tokens other ids than they have.
 fn remarks<'a>(
     path: &Path,
     tokens: impl Iterator<Item = &'a Added>,
@@ -212,7 +212,7 @@ fn remarks<'a>(
     files.into_values().collect()
 }
 
-/// A `tokenizer.json` with these added tokens, as the library writes them.
+/// Returns a `tokenizer.json` with these added tokens, as the library writes them.
 fn with_tokens(json: &[u8], added: &BTreeMap<u32, Added>) -> serde_json::Result<Vec<u8>> {
     let mut fields: BTreeMap<&str, &RawValue> = serde_json::from_slice(json)?;
     let added: Vec<Value> = added.iter().map(|(id, token)| token.to_json(*id)).collect();

@@ -90,7 +90,7 @@ pub enum ProblemKind {
 }
 
 impl ProblemKind {
-    /// Whether it is a fault of the file, not of its text.
+    /// Returns whether it is a fault of the file, not of its text.
     pub fn is_fault(self) -> bool {
         !matches!(self, Self::EndOfText | Self::Empty | Self::Duplicates | Self::Untrained)
     }
@@ -134,7 +134,7 @@ fn problem(kind: ProblemKind, count: u64, document: Option<u64>, message: String
     Problem { kind, count, document, message }
 }
 
-/// A problem of so many documents, of which the first is named.
+/// Returns a problem of so many documents, of which the first is named.
 fn of_documents(
     file: &TokenFile,
     kind: ProblemKind,
@@ -276,7 +276,7 @@ impl Scan {
         Some(problem(ProblemKind::Ids, self.outside, Some(document), message))
     }
 
-    /// Documents that do not end with the token `end`, whose id is `id` or the most frequent one.
+    /// Returns the documents that do not end with the token `end`, whose id is `id` or the most frequent one.
     fn ends(&self, file: &TokenFile, end: &str, id: Option<u32>) -> Option<Problem> {
         let most = || self.ends.iter().rev().max_by_key(|(_, (count, _))| count).map(|(&id, _)| id);
         let assumed = id.map_or_else(most, |id| Some(i64::from(id)))?;

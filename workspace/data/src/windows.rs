@@ -39,12 +39,12 @@ impl Windows {
         Self { count: count.clamp(1, self.all()), ..self }
     }
 
-    /// Number of windows.
+    /// Returns the number of windows.
     pub fn len(&self) -> u64 {
         self.count
     }
 
-    /// Number of windows of the whole file.
+    /// Returns the number of windows of the whole file.
     fn all(&self) -> u64 {
         self.file.num_tokens() / self.length as u64
     }
@@ -54,12 +54,12 @@ impl Windows {
         self.len() == 0
     }
 
-    /// Tokens per window.
+    /// Returns the tokens per window.
     pub fn length(&self) -> usize {
         self.length
     }
 
-    /// The divided file.
+    /// Returns the divided file.
     pub fn file(&self) -> &TokenFile {
         &self.file
     }
@@ -82,7 +82,7 @@ impl Windows {
         self.file.read_mask(self.start(number), mask)
     }
 
-    /// The position of a window's first token; beyond every file if there is no such window.
+    /// Returns the position of a window's first token; beyond every file if there is no such window.
     fn start(&self, number: u64) -> u64 {
         let window = match number < self.count {
             // Below the number of all windows.
@@ -93,7 +93,7 @@ impl Windows {
     }
 }
 
-/// The place of number `number` of `count` in the middle of its part of `all`; itself if it is one of all.
+/// Returns the place of number `number` of `count` in the middle of its part of `all`; itself if it is one of all.
 fn middle(number: u64, count: u64, all: u64) -> u64 {
     let place = (2 * u128::from(number) + 1) * u128::from(all) / (2 * u128::from(count));
     // Below `all`, as `number` is below `count`.
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
     use crate::{TokenFileInfo, TokenFileWriter};
 
-    /// A file that counts from 0, in two documents.
+    /// Returns a file that counts from 0, in two documents.
     fn counting(first: u32, tokens: u32) -> TokenFile {
         let dir = tempfile::tempdir().unwrap();
         let prefix = dir.path().join("t");

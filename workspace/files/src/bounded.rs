@@ -19,14 +19,15 @@ pub fn open(path: &Path) -> io::Result<File> {
     File::open(path)
 }
 
-/// The bytes of a file, as [`open`] opens it.
+/// Returns the bytes of a file, as [`open`] opens it.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open(path)?.read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
-/// The bytes of a file of at most `most`; `kind` names such a file in the message of a larger one, as in "a recipe".
+/// Returns the bytes of a file of at most `most`; `kind` names such a file in the message of a larger one, as in "a
+/// recipe".
 pub fn read_bounded(path: &Path, most: u64, kind: &str) -> Result<Vec<u8>, FileError> {
     let mut bytes = Vec::new();
     is_file(path)?;
@@ -51,7 +52,7 @@ pub fn read_bounded_if_any(
     }
 }
 
-/// The text of a file with these bytes.
+/// Returns the text of a file with these bytes.
 pub fn utf8(path: &Path, bytes: Vec<u8>) -> Result<String, FileError> {
     String::from_utf8(bytes).map_err(|error| unusable(path, format!("not text in UTF-8: {error}")))
 }

@@ -64,13 +64,13 @@ impl PendingDirectory {
         Ok(PendingDirectory { place: place.to_path_buf(), path, published: false, _lock: None })
     }
 
-    /// The temporary path that [`PendingDirectory::create_shared`] uses for `place`.
+    /// Returns the temporary path that [`PendingDirectory::create_shared`] uses for `place`.
     pub fn shared_path(place: &Path) -> PathBuf {
         let name = place.file_name().unwrap_or_default().to_string_lossy();
         parent(place).join(format!("{TEMPORARY}{name}"))
     }
 
-    /// The temporary path.
+    /// Returns the temporary path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -129,7 +129,7 @@ impl Drop for PendingDirectory {
     }
 }
 
-/// Whether a directory has entries; `None` if it is not a directory.
+/// Returns whether a directory has entries; `None` if it is not a directory.
 fn is_occupied(path: &Path) -> Option<bool> {
     fs::read_dir(path).ok().map(|mut entries| entries.next().is_some())
 }
@@ -267,7 +267,7 @@ mod tests {
         assert_eq!(names(&place), ["new"]);
     }
 
-    /// A directory as a killed process leaves it: nothing removes it, and nothing locks it.
+    /// Returns a directory as a killed process leaves it: nothing removes it, and nothing locks it.
     fn killed(dir: &Path, name: &str) -> PathBuf {
         let path = dir.join(name);
         fs::create_dir(&path).unwrap();

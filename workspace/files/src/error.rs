@@ -30,12 +30,12 @@ pub fn io(path: &Path) -> impl Fn(io::Error) -> FileError + use<> {
     move |source| FileError::Io { path: path.clone(), source }
 }
 
-/// The error of a file that cannot be used.
+/// Returns the error of a file that cannot be used.
 pub fn unusable(path: &Path, reason: impl Into<String>) -> FileError {
     FileError::Unusable { path: path.to_path_buf(), reason: reason.into() }
 }
 
-/// The value of an operation on `path`; `None` if there is nothing at `path`.
+/// Returns the value of an operation on `path`; `None` if there is nothing at `path`.
 pub fn unless_missing<T>(path: &Path, result: io::Result<T>) -> Result<Option<T>, FileError> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -43,7 +43,7 @@ pub fn unless_missing<T>(path: &Path, result: io::Result<T>) -> Result<Option<T>
     }
 }
 
-/// Whether there is a file at `path`.
+/// Returns whether there is a file at `path`.
 ///
 /// # Errors
 /// Fails if there is a link to nothing, which whoever copies a directory would leave out.

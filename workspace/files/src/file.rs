@@ -48,12 +48,12 @@ impl PendingFile {
         Ok(PendingFile { path: path.to_path_buf(), temporary, writer, _registered: None })
     }
 
-    /// The final name.
+    /// Returns the final name.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The file, with all earlier writes flushed to it.
+    /// Returns the file, with all earlier writes flushed to it.
     pub fn flushed(&mut self) -> io::Result<&mut File> {
         self.writer.flush()?;
         Ok(self.writer.get_mut())

@@ -28,7 +28,7 @@ pub const GIT_LFS: &[u8] = b"version https://git-lfs.github.com/";
 /// What to do about a file with these first bytes.
 pub const IS_POINTER: &str = "is a pointer of Git LFS: fetch the file itself, with `git lfs pull`";
 
-/// The parent directory of `path`.
+/// Returns the parent directory of `path`.
 pub fn parent(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -83,7 +83,7 @@ pub fn remove_directory(path: &Path) -> std::io::Result<()> {
     }
 }
 
-/// The first of the names with the suffixes "", "-2", "-3", ... that does not exist.
+/// Returns the first of the names with the suffixes "", "-2", "-3", ... that does not exist.
 pub fn first_free_suffixed(name: impl Fn(&str) -> PathBuf) -> PathBuf {
     first_free(|n| match n {
         1 => name(""),
@@ -91,7 +91,7 @@ pub fn first_free_suffixed(name: impl Fn(&str) -> PathBuf) -> PathBuf {
     })
 }
 
-/// The first of the names for 1, 2, ... that does not exist.
+/// Returns the first of the names for 1, 2, ... that does not exist.
 pub fn first_free(name: impl Fn(u64) -> PathBuf) -> PathBuf {
     let mut number = 1;
     loop {

@@ -1,11 +1,11 @@
 //! Writes quantities for users: numbers with nouns, grouped thousands, and units that keep numbers short.
 
-/// A number and its noun: `1 token`, `2 tokens`.
+/// Returns a number and its noun: `1 token`, `2 tokens`.
 pub fn counted(number: u64, noun: &str) -> String {
     format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
-/// A number with commas between thousands.
+/// Returns a number with commas between thousands.
 pub fn group_digits(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
@@ -18,7 +18,7 @@ pub fn group_digits(number: u64) -> String {
     text
 }
 
-/// A value in the largest of `units` (each `base` times the previous one) that it reaches.
+/// Returns a value in the largest of `units` (each `base` times the previous one) that it reaches.
 fn scaled(mut value: f64, base: f64, units: &[&str]) -> String {
     let mut index = 0;
     while value >= base && index + 1 < units.len() {
@@ -32,12 +32,12 @@ fn scaled(mut value: f64, base: f64, units: &[&str]) -> String {
     }
 }
 
-/// A number of bytes.
+/// Returns a number of bytes.
 pub fn bytes(count: u64) -> String {
     scaled(count as f64, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"])
 }
 
-/// Bytes of traffic, in the powers of ten of network links.
+/// Returns the bytes of traffic, in the powers of ten of network links.
 pub fn traffic(count: f64) -> String {
     scaled(count, 1000.0, &["B", "kB", "MB", "GB", "TB", "PB", "EB"])
 }
@@ -48,12 +48,12 @@ pub fn flops(count: f64) -> String {
     scaled(count, 1000.0, &units)
 }
 
-/// A share in percent.
+/// Returns a share in percent.
 pub fn percent(share: f64) -> String {
     format!("{:.1}%", 100.0 * share)
 }
 
-/// A long time.
+/// Returns a long time.
 pub fn duration(seconds: f64) -> String {
     let (minute, hour, day) = (60.0, 3600.0, 86_400.0);
     match seconds {
@@ -64,7 +64,7 @@ pub fn duration(seconds: f64) -> String {
     }
 }
 
-/// A time within a step, which may be much shorter than a second.
+/// Returns a time within a step, which may be much shorter than a second.
 pub fn moment(seconds: f64) -> String {
     match seconds {
         s if s >= 10.0 => format!("{s:.1} s"),

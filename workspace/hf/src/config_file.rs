@@ -54,14 +54,14 @@ impl ConfigFile {
         Self::from_value(Value::Object(read_object(path)?), path)
     }
 
-    /// The configuration in a JSON object; `path` is what messages call it.
+    /// Returns the configuration in a JSON object; `path` is what messages call it.
     pub fn from_value(value: Value, path: &Path) -> Result<Self, Error> {
         let fields = object(value, path)?;
         let config = parse::read_config(&Fields { map: &fields, path, prefix: "" })?;
         Ok(ConfigFile { config, fields })
     }
 
-    /// The file of a model that has none yet: the fields that transformers writes for its
+    /// Returns the file of a model that has none yet: the fields that transformers writes for its
     /// architecture.
     pub fn new(config: &ModelConfig) -> Self {
         let kind = Kind { is_moh: false, ..Kind::new(config) };
@@ -78,7 +78,7 @@ impl ConfigFile {
         file
     }
 
-    /// The fields with those of `config` that conversion and training change: the vocabulary, the
+    /// Returns the fields with those of `config` that conversion and training change: the vocabulary, the
     /// architecture and the MoH fields; with `dtype` also the element type of the weights.
     ///
     /// A dense `config` becomes a plain model of its architecture again. `config` must otherwise be
@@ -146,7 +146,7 @@ fn object(value: Value, path: &Path) -> Result<Map<String, Value>, Error> {
     }
 }
 
-/// The fields that transformers writes for a dense model, but for those that name its kind.
+/// Returns the fields that transformers writes for a dense model, but for those that name its kind.
 fn new_fields(config: &ModelConfig) -> Vec<(&'static str, Value)> {
     let eos_token_id = match config.eos_token_ids.as_slice() {
         [] => Value::Null,

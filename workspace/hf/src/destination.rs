@@ -51,7 +51,8 @@ struct Entry {
     is_file: bool,
 }
 
-/// The entries of a directory, sorted, with those of the folder of named chat templates; `None` if it does not exist.
+/// Returns the entries of a directory, sorted, with those of the folder of named chat templates; `None` if it does not
+/// exist.
 fn list(out: &Path) -> Result<Option<Vec<Entry>>, Error> {
     let entries = match fs::read_dir(out) {
         Ok(entries) => entries,
@@ -107,7 +108,7 @@ fn check_replaceable(out: &Path, entries: &[Entry]) -> Result<(), Error> {
     Err(Error::file(out, reason))
 }
 
-/// Whether any model directory of this program may have a file of that name.
+/// Returns whether any model directory of this program may have a file of that name.
 fn is_written(name: &str) -> bool {
     [CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, GENERATION_FILE, CARD_FILE].contains(&name)
         || is_tokenizer_file(name)
@@ -116,12 +117,12 @@ fn is_written(name: &str) -> bool {
         || transformers_code::is_name(name)
 }
 
-/// The name of weight file `number` of `count`, from 1, as transformers writes it.
+/// Returns the name of weight file `number` of `count`, from 1, as transformers writes it.
 pub(crate) fn shard_name(number: usize, count: usize) -> String {
     format!("model-{number:05}-of-{count:05}.safetensors")
 }
 
-/// Whether [`shard_name`] gives this name for some numbers.
+/// Returns whether [`shard_name`] gives this name for some numbers.
 fn is_shard_name(text: &str) -> bool {
     let numbers = text
         .strip_prefix("model-")
@@ -139,7 +140,7 @@ mod tests {
     use super::*;
     use crate::config_file::tests::small_llama;
 
-    /// A directory with these files; `config.json` is a Llama's.
+    /// Returns a directory with these files; `config.json` is a Llama's.
     fn directory(files: &[&str]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         let config = serde_json::json!(small_llama(false).fields);
@@ -152,7 +153,7 @@ mod tests {
         dir
     }
 
-    /// The refusal of a directory with these files, of which none is lost.
+    /// Returns the refusal of a directory with these files, of which none is lost.
     fn refused(dir: &Path) -> String {
         let before = list(dir).unwrap().unwrap().len();
         let message = check_destination(dir, true).unwrap_err().to_string();

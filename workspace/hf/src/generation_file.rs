@@ -8,7 +8,7 @@ use crate::Error;
 use crate::config_file::{fields::Fields, read_object};
 use crate::model_directory::GENERATION_FILE;
 
-/// The tokens after which generation ends, of the model in `directory`: `eos_token_id` of
+/// Returns the tokens after which generation ends, of the model in `directory`: `eos_token_id` of
 /// `generation_config.json`, or, as in transformers, of `config.json` where that file or its field
 /// is missing.
 pub fn end_tokens(directory: &Path, config: &ModelConfig) -> Result<Vec<u32>, Error> {

@@ -13,13 +13,13 @@ pub const DEFAULT_REVISION: &str = "main";
 /// The folder of a repository's commits.
 pub const SNAPSHOTS: &str = "snapshots";
 
-/// The cache: `HF_HUB_CACHE`, `HUGGINGFACE_HUB_CACHE`, or `hub` in [`home`].
+/// Returns the cache: `HF_HUB_CACHE`, `HUGGINGFACE_HUB_CACHE`, or `hub` in [`home`].
 pub fn cache_directory() -> PathBuf {
     let named = ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"].into_iter().find_map(path);
     named.unwrap_or_else(|| home().join("hub"))
 }
 
-/// The directory of Hugging Face's programs: `HF_HOME`, or else `huggingface` in the user's cache.
+/// Returns the directory of Hugging Face's programs: `HF_HOME`, or else `huggingface` in the user's cache.
 pub fn home() -> PathBuf {
     path("HF_HOME").unwrap_or_else(|| {
         let user = path("XDG_CACHE_HOME").unwrap_or_else(|| {
@@ -29,12 +29,13 @@ pub fn home() -> PathBuf {
     })
 }
 
-/// The path that an environment variable holds.
+/// Returns the path that an environment variable holds.
 pub fn path(name: &str) -> Option<PathBuf> {
     std::env::var(name).ok().map(PathBuf::from)
 }
 
-/// The directory that `from` names, a model that has no revisions; `None` if `from` is the id of a repository instead.
+/// Returns the directory that `from` names, a model that has no revisions; `None` if `from` is the id of a repository
+/// instead.
 pub fn directory(from: &str, revision: Option<&str>) -> Result<Option<PathBuf>, Error> {
     let path = Path::new(from);
     match (fs::metadata(path), revision) {
@@ -55,8 +56,8 @@ pub fn directory(from: &str, revision: Option<&str>) -> Result<Option<PathBuf>, 
     }
 }
 
-/// The model of a repository in the cache at a branch, a tag or a commit, if all of its files are there. A branch is
-/// what it was when it was downloaded last.
+/// Returns the model of a repository in the cache at a branch, a tag or a commit, if all of its files are there. A
+/// branch is what it was when it was downloaded last.
 pub fn find_model(cache: &Path, id: &str, revision: &str) -> Option<PathBuf> {
     find_config(cache, id, revision).filter(|snapshot| WeightFiles::open(snapshot).is_ok())
 }
@@ -73,28 +74,28 @@ pub fn find_config(cache: &Path, id: &str, revision: &str) -> Option<PathBuf> {
     (is_content_address(&commit) && is_there()).then_some(snapshot)
 }
 
-/// The commit of a model that [`find_model`] has found; `None` for other directories.
+/// Returns the commit of a model that [`find_model`] has found; `None` for other directories.
 pub fn commit_of(snapshot: &Path) -> Option<&str> {
     let parent = snapshot.parent()?.file_name()?;
     let commit = snapshot.file_name()?.to_str()?;
     (parent == SNAPSHOTS && is_content_address(commit)).then_some(commit)
 }
 
-/// The commit that a branch, a tag or a commit had when it was downloaded last, as the folder of its repository records
-/// it; it is not checked.
+/// Returns the commit that a branch, a tag or a commit had when it was downloaded last, as the folder of its repository
+/// records it; it is not checked.
 pub fn recorded_commit(repository: &Path, revision: &str) -> String {
     let recorded = fs::read_to_string(repository.join("refs").join(revision));
     recorded.map_or_else(|_| revision.to_owned(), |text| text.trim().to_owned())
 }
 
-/// Whether an untrusted name stays within the directory that it is joined to.
+/// Returns whether an untrusted name stays within the directory that it is joined to.
 pub fn is_contained(name: &str) -> bool {
     !name.is_empty()
         && name.split('/').all(|part| !part.is_empty() && part != "." && part != "..")
         && !name.contains(['\\', ':', '\0'])
 }
 
-/// Whether a text can name a commit or a blob.
+/// Returns whether a text can name a commit or a blob.
 pub fn is_content_address(text: &str) -> bool {
     !text.is_empty() && text.len() <= 128 && text.chars().all(|c| c.is_ascii_alphanumeric())
 }

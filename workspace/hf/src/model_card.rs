@@ -139,7 +139,7 @@ impl ModelCard {
         )
     }
 
-    /// The front matter, with more lines at its end.
+    /// Returns the front matter, with more lines at its end.
     fn front_matter(&self, more: &[&str]) -> String {
         let mut lines = vec!["---".to_owned()];
         match &self.base_models[..] {
@@ -207,7 +207,7 @@ fn selection(router: RouterKind) -> &'static str {
     }
 }
 
-/// A table of the heads: a row for neighbouring layers with the same counts.
+/// Returns a table of the heads: a row for neighbouring layers with the same counts.
 fn heads(config: &ModelConfig) -> String {
     let mut text = "| layers | heads | shared | selected by each token | active |\n\
                     |---|---|---|---|---|\n"
@@ -235,7 +235,7 @@ fn heads(config: &ModelConfig) -> String {
     text
 }
 
-/// A number of shared heads, with the heads themselves if they are not the first ones.
+/// Returns a number of shared heads, with the heads themselves if they are not the first ones.
 fn shared(heads: SharedHeads) -> String {
     match heads.leading() == heads.len() {
         true => heads.len().to_string(),
@@ -275,8 +275,8 @@ fn with_code(architecture: &str) -> String {
     )
 }
 
-/// The values of a key of a README's front matter: one after the key, bare or in quotes, or one on each line `- value`
-/// below it. None if one is not plain.
+/// Returns the values of a key of a README's front matter: one after the key, bare or in quotes, or one on each line `-
+/// value` below it. None if one is not plain.
 fn values(readme: &str, key: &str) -> Vec<String> {
     let value = |text: &str| {
         let text = text.split(" #").next().unwrap_or_default().trim();
@@ -297,19 +297,19 @@ fn values(readme: &str, key: &str) -> Vec<String> {
     if found.iter().all(|value| is_plain(value)) { found } else { Vec::new() }
 }
 
-/// The id on the hub of the model in a directory of the hub's cache.
+/// Returns the id on the hub of the model in a directory of the hub's cache.
 fn cached_id(path: &Path) -> Option<String> {
     let mut parts = path.components().filter_map(|part| part.as_os_str().to_str());
     let id = parts.find_map(|part| part.strip_prefix("models--"))?.replacen("--", "/", 1);
     is_base_model(&id).then_some(id)
 }
 
-/// A model's name in its id on the hub.
+/// Returns a model's name in its id on the hub.
 fn short(id: &str) -> &str {
     id.rsplit('/').next().unwrap_or(id)
 }
 
-/// Whether a file of that name has a licence's terms: `LICENSE`, `LICENSE.txt`, `NOTICE`,
+/// Returns whether a file of that name has a licence's terms: `LICENSE`, `LICENSE.txt`, `NOTICE`,
 /// `USE_POLICY.md` and the like.
 pub fn is_terms_file(name: &str) -> bool {
     let extension = Path::new(name).extension().and_then(|extension| extension.to_str());
@@ -332,7 +332,7 @@ fn terms_of(directory: &Path) -> Result<Vec<PathBuf>, Error> {
     Ok(files)
 }
 
-/// Whether `name` is an id on the hub, if it is no directory: `name` or `organisation/name`.
+/// Returns whether `name` is an id on the hub, if it is no directory: `name` or `organisation/name`.
 pub fn is_hub_id(name: &str) -> bool {
     let is_part = |part: &str| {
         !part.is_empty()
@@ -344,17 +344,17 @@ pub fn is_hub_id(name: &str) -> bool {
     name.split('/').count() <= 2 && name.split('/').all(is_part)
 }
 
-/// Whether `id` can be the id of a base model in a card.
+/// Returns whether `id` can be the id of a base model in a card.
 pub fn is_base_model(id: &str) -> bool {
     is_hub_id(id) && is_plain(id)
 }
 
-/// Whether `id` can be the id of a licence in a card, such as `apache-2.0` or `llama3`.
+/// Returns whether `id` can be the id of a licence in a card, such as `apache-2.0` or `llama3`.
 pub fn is_license_id(id: &str) -> bool {
     is_plain(id) && !id.contains(['/', ':'])
 }
 
-/// Whether a value needs no quotes in YAML and no escapes in Markdown.
+/// Returns whether a value needs no quotes in YAML and no escapes in Markdown.
 fn is_plain(value: &str) -> bool {
     value.len() <= MAX_VALUE_CHARS
         && value.starts_with(|c: char| c.is_ascii_alphanumeric())
@@ -362,7 +362,7 @@ fn is_plain(value: &str) -> bool {
         && !value.ends_with(':')
 }
 
-/// A name with `_` in place of the characters that [`is_plain`] refuses.
+/// Returns a name with `_` in place of the characters that [`is_plain`] refuses.
 fn plain(name: &str) -> String {
     let safe = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
     let name: String = name.chars().take(MAX_VALUE_CHARS).map(safe).collect();

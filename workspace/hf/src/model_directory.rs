@@ -54,7 +54,7 @@ pub struct TensorSpec {
 }
 
 impl TensorSpec {
-    /// Bytes of the tensor.
+    /// Returns the bytes of the tensor.
     pub fn num_bytes(&self) -> u64 {
         let elements: u64 = self.shape.iter().map(|&size| size as u64).product();
         elements * self.dtype.bytes() as u64
@@ -77,7 +77,7 @@ pub struct Contents<'a> {
 }
 
 impl<'a> Contents<'a> {
-    /// The contents of a directory without other files.
+    /// Returns the contents of a directory without other files.
     pub fn new(
         config: &'a Map<String, Value>,
         tensors: &'a [TensorSpec],
@@ -103,8 +103,8 @@ pub struct Written {
     pub shards: usize,
 }
 
-/// The existing tokenizer files in `tokenizer` and generation settings in `dir`; one that is a link to nothing is an
-/// error.
+/// Returns the existing tokenizer files in `tokenizer` and generation settings in `dir`; one that is a link to nothing
+/// is an error.
 pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Error> {
     let mut files = Vec::new();
     let templates = tokenizer.join(TEMPLATES_FOLDER);
@@ -124,7 +124,8 @@ pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Err
     Ok(files)
 }
 
-/// The name of a companion within a model directory, with the folder of named chat templates and `/` before theirs.
+/// Returns the name of a companion within a model directory, with the folder of named chat templates and `/` before
+/// theirs.
 pub fn companion_name(path: &Path) -> String {
     let name = |path: Option<&Path>| Some(path?.file_name()?.to_string_lossy().into_owned());
     let file = name(Some(path)).unwrap_or_default();
@@ -134,7 +135,7 @@ pub fn companion_name(path: &Path) -> String {
     }
 }
 
-/// Whether a file belongs to a tokenizer; `name` is that of [`companion_name`].
+/// Returns whether a file belongs to a tokenizer; `name` is that of [`companion_name`].
 pub fn is_tokenizer_file(name: &str) -> bool {
     match name.split_once('/') {
         None => TOKENIZER_FILES.contains(&name) || name.starts_with("chat_template"),
@@ -155,7 +156,7 @@ pub struct PendingModel {
 }
 
 impl PendingModel {
-    /// The directory, under its temporary name.
+    /// Returns the directory, under its temporary name.
     pub fn path(&self) -> &Path {
         self.pending.path()
     }

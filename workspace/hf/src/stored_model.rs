@@ -62,7 +62,7 @@ impl StoredModel {
     }
 }
 
-/// Whether the files of a tied model have an output head of other values than the embedding's.
+/// Returns whether the files of a tied model have an output head of other values than the embedding's.
 fn has_own_head(config: &ModelConfig, weights: &WeightFiles) -> Result<bool, Error> {
     if !config.tie_word_embeddings || !weights.names().any(|name| name == OUTPUT_HEAD) {
         return Ok(false);

@@ -16,7 +16,7 @@ const QWEN3: [CodeFile; 2] = [
     ("modeling_moh_qwen3.py", include_str!("../../../tools/hf/modeling_moh_qwen3.py")),
 ];
 
-/// The files of a model with this `model_type`; none for a dense model.
+/// Returns the files of a model with this `model_type`; none for a dense model.
 pub(crate) fn files(model_type: &str) -> Vec<CodeFile> {
     match model_type {
         "moh_llama" => LLAMA.to_vec(),
@@ -25,7 +25,7 @@ pub(crate) fn files(model_type: &str) -> Vec<CodeFile> {
     }
 }
 
-/// Whether a model directory of this program may have code of that name.
+/// Returns whether a model directory of this program may have code of that name.
 pub(crate) fn is_name(name: &str) -> bool {
     LLAMA.iter().chain(&QWEN3).any(|(file, _)| *file == name)
 }

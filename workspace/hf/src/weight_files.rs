@@ -38,7 +38,7 @@ const IGNORED_SUFFIX: &str = ".rotary_emb.inv_freq";
 /// Alignment of a safetensors header's length.
 const HEADER_ALIGNMENT: usize = 8;
 
-/// The element type of a tensor in a safetensors header.
+/// Returns the element type of a tensor in a safetensors header.
 pub fn header_type(dtype: DType) -> safetensors::Dtype {
     match dtype {
         DType::F32 => safetensors::Dtype::F32,
@@ -51,8 +51,8 @@ pub fn header_type(dtype: DType) -> safetensors::Dtype {
     }
 }
 
-/// The beginning of a safetensors file of these tensors in this order: the length of its header, and the header, with
-/// `format`, such as "pt", in its metadata.
+/// Returns the beginning of a safetensors file of these tensors in this order: the length of its header, and the
+/// header, with `format`, such as "pt", in its metadata.
 pub fn safetensors_header(
     format: Option<&str>,
     tensors: impl Iterator<Item = (String, DType, Vec<usize>)>,
@@ -74,7 +74,7 @@ pub fn safetensors_header(
     Ok([&(text.len() as u64).to_le_bytes()[..], &text].concat())
 }
 
-/// The supported element types of weights; other tensors are rejected.
+/// Returns the supported element types of weights; other tensors are rejected.
 fn weight_type(dtype: safetensors::Dtype) -> Option<DType> {
     [DType::F32, DType::F16, DType::BF16].into_iter().find(|&ours| header_type(ours) == dtype)
 }
@@ -250,12 +250,12 @@ impl WeightFiles {
         }
     }
 
-    /// Names of all tensors, in file order.
+    /// Returns the names of all tensors, in file order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.iter().map(|tensor| tensor.name.as_str())
     }
 
-    /// The tensor of that name, in its file's element type.
+    /// Returns the tensor of that name, in its file's element type.
     pub fn get(&self, name: &str) -> Result<TensorBytes<'_>, Error> {
         let tensor = self.find(name)?;
         let shard = &self.shards[tensor.shard];
@@ -270,8 +270,8 @@ impl WeightFiles {
         Ok(TensorBytes { dtype, shape: &tensor.shape, bytes: &shard.map[tensor.range.clone()] })
     }
 
-    /// A hash of the name, the type, the shape and evenly spaced blocks of each tensor, in whichever files they are: it
-    /// tells models from each other, and reads little of them.
+    /// Returns a hash of the name, the type, the shape and evenly spaced blocks of each tensor, in whichever files they
+    /// are: it tells models from each other, and reads little of them.
     pub fn sample(&self) -> blake3::Hash {
         let mut tensors: Vec<&Tensor> = self.tensors.iter().collect();
         tensors.sort_unstable_by_key(|tensor| &tensor.name);
@@ -300,7 +300,7 @@ impl WeightFiles {
         refuse(&self.path, other.unwrap_or_else(missing))
     }
 
-    /// The file of a tensor, for messages.
+    /// Returns the file of a tensor, for messages.
     pub fn file_of(&self, name: &str) -> &Path {
         match self.by_name.get(name) {
             Some(&index) => &self.shards[self.tensors[index].shard].path,
@@ -360,7 +360,7 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// The error for a tensor with an infinite or NaN element.
+    /// Returns the error for a tensor with an infinite or NaN element.
     pub fn not_finite(&self, name: &str, element: usize) -> Error {
         let reason = format!("{name} has a value that is not finite, at element {element}");
         Error::file(self.file_of(name), reason)
@@ -385,7 +385,7 @@ impl WeightFiles {
         let _ = (name, part);
     }
 
-    /// The part of a mapping that has a part of a tensor; `None` if that is empty.
+    /// Returns the part of a mapping that has a part of a tensor; `None` if that is empty.
     fn part(&self, name: &str, part: Range<usize>) -> Option<(&Mmap, Range<usize>)> {
         let Tensor { shard, range, .. } = &self.tensors[*self.by_name.get(name)?];
         let start = range.start.saturating_add(part.start);
@@ -394,7 +394,7 @@ impl WeightFiles {
     }
 }
 
-/// Blocks of a tensor of `len` bytes, from its first bytes on.
+/// Returns the blocks of a tensor of `len` bytes, from its first bytes on.
 fn blocks(len: usize) -> impl Iterator<Item = Range<usize>> {
     let (count, bytes) = match len <= BLOCKS * BLOCK_BYTES {
         true => (1, len),
@@ -461,7 +461,7 @@ fn read_index(path: &Path) -> Result<HashMap<String, String>, Error> {
     Ok(weight_map)
 }
 
-/// Whether a name stays in its directory, on every system.
+/// Returns whether a name stays in its directory, on every system.
 fn is_plain_name(name: &str) -> bool {
     let mut parts = Path::new(name).components();
     matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None))

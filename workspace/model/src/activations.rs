@@ -97,13 +97,13 @@ pub struct PassShape {
 }
 
 impl PassShape {
-    /// A pass without a backward pass or a document mask, over `batch` sequences of `length` tokens. Its blocks share
-    /// the buffers that `recompute` names.
+    /// Creates a pass without a backward pass or a document mask, over `batch` sequences of `length` tokens. Its blocks
+    /// share the buffers that `recompute` names.
     pub fn evaluation(batch: usize, length: usize, recompute: Recompute) -> Self {
         PassShape { batch, length, recompute, training: false, document_mask: false }
     }
 
-    /// Tokens of a micro-batch.
+    /// Returns the tokens of a micro-batch.
     pub fn tokens(&self) -> usize {
         self.batch * self.length
     }
@@ -165,7 +165,7 @@ impl<M: Workspace, T: Element> Activations<M, T> {
         Self::with_slots(memory, &sizes.of_pass(pass).in_role(PassRole::Teacher), slots)
     }
 
-    /// Sequences and tokens of the micro-batch.
+    /// Returns the sequences and tokens of the micro-batch.
     pub fn shape(&self) -> QkvShape {
         self.shape
     }
@@ -182,7 +182,7 @@ impl<M: Workspace, T: Element> Activations<M, T> {
         self.upload_to(0, memory, ids, targets, document_start)
     }
 
-    /// Whether passes of this stage read a micro-batch's tokens: stages between the first and the
+    /// Returns whether passes of this stage read a micro-batch's tokens: stages between the first and the
     /// last one only do with a document mask.
     pub fn read_tokens(&self) -> bool {
         let filled = |buffer: &M::Buffer<u32>| M::len(buffer) > 0;
@@ -237,7 +237,7 @@ type AroundBlock<'a, M, T> =
     (&'a <M as Memory>::Buffer<T>, &'a mut <M as Memory>::Buffer<T>, &'a mut Blocks<M, T>);
 
 impl<M: Memory, T: Element> PassActivations<M, T> {
-    /// The residual stream before and after block `index` of the chunk, and the blocks.
+    /// Returns the residual stream before and after block `index` of the chunk, and the blocks.
     pub(crate) fn around(&mut self, index: usize) -> AroundBlock<'_, M, T> {
         let count = self.stream.len();
         let (before, after) = (index % count, (index + 1) % count);
@@ -249,7 +249,7 @@ impl<M: Memory, T: Element> PassActivations<M, T> {
         (input, output, &mut self.blocks)
     }
 
-    /// The residual stream after a chunk of `layers` blocks.
+    /// Returns the residual stream after a chunk of `layers` blocks.
     pub(crate) fn output(&self, layers: usize) -> &M::Buffer<T> {
         &self.stream[layers % self.stream.len()]
     }
@@ -280,7 +280,7 @@ impl<M: Memory, T: Element> Blocks<M, T> {
         })
     }
 
-    /// The buffers of the block at index `slot` of its chunk: its own or shared.
+    /// Returns the buffers of the block at index `slot` of its chunk: its own or shared.
     pub(crate) fn buffers<'a>(
         &'a mut self,
         slot: usize,
@@ -292,12 +292,12 @@ impl<M: Memory, T: Element> Blocks<M, T> {
         BlockBuffers { saved, recomputable, scratch }
     }
 
-    /// The routing of the block at index `slot` of its chunk.
+    /// Returns the routing of the block at index `slot` of its chunk.
     pub(crate) fn routing(&self, slot: usize) -> Option<&Routing<M>> {
         self.saved[slot.min(self.saved.len() - 1)].attention.routing.as_ref()
     }
 
-    /// The saved routings, in the order of the blocks; `None` if all layers are dense.
+    /// Returns the saved routings, in the order of the blocks; `None` if all layers are dense.
     pub(crate) fn routings(&self) -> impl Iterator<Item = Option<&Routing<M>>> {
         self.saved.iter().map(|saved| saved.attention.routing.as_ref())
     }

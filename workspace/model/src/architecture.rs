@@ -23,7 +23,7 @@ impl Architecture {
     /// Every architecture.
     pub const ALL: [Architecture; 2] = [Architecture::Llama, Architecture::Qwen3];
 
-    /// Whether queries and keys are normed, each head separately, before RoPE.
+    /// Returns whether queries and keys are normed, each head separately, before RoPE.
     pub fn norms_queries_and_keys(self) -> bool {
         match self {
             Architecture::Llama => false,
@@ -59,7 +59,7 @@ impl Layers {
         self.blocks.iter().flat_map(Block::linear_layers).chain([self.head.linear.clone()])
     }
 
-    /// The layers of a model with these routers, and the flat buffers of the parameters of `part`:
+    /// Returns the layers of a model with these routers, and the flat buffers of the parameters of `part`:
     /// embedding, blocks, final norm, untied head. The length of every buffer is a multiple of
     /// `ranks`, and buffers of other parts are empty.
     pub fn new(
@@ -131,14 +131,14 @@ pub(crate) fn embedding_tensors(config: &ModelConfig) -> Vec<Tensor> {
     TensorList::tensors_of("", |list| Embedding::new(list, config))
 }
 
-/// The tensors of block `layer`, in the architecture's order.
+/// Returns the tensors of block `layer`, in the architecture's order.
 pub(crate) fn block_tensors(config: &ModelConfig, layer: usize) -> Vec<Tensor> {
     let router = router::of_layer(config, layer);
     let block = |list: &mut TensorList<'_>| block(list, config, router.as_ref());
     TensorList::tensors_of(&in_layer(layer, ""), block)
 }
 
-/// The tensors of the final norm and of the output head, which a tied model does not have.
+/// Returns the tensors of the final norm and of the output head, which a tied model does not have.
 pub(crate) fn output_tensors(config: &ModelConfig) -> Vec<Tensor> {
     let mut tensors = TensorList::tensors_of("", |list| final_norm(list, config));
     if !config.tie_word_embeddings {

@@ -43,12 +43,12 @@ impl AuxiliaryLoss {
 pub struct AuxiliaryLosses<V>([V; COUNT]);
 
 impl<V: Copy> AuxiliaryLosses<V> {
-    /// The value that `of` gives each loss.
+    /// Returns the value that `of` gives each loss.
     pub fn new(of: impl FnMut(AuxiliaryLoss) -> V) -> Self {
         AuxiliaryLosses(AuxiliaryLoss::ALL.map(of))
     }
 
-    /// The same value for each loss.
+    /// Returns the same value for each loss.
     pub const fn all(value: V) -> Self {
         AuxiliaryLosses([value; COUNT])
     }
@@ -58,7 +58,7 @@ impl<V: Copy> AuxiliaryLosses<V> {
         AuxiliaryLoss::ALL.into_iter().zip(self.0)
     }
 
-    /// The result of `change` for each value.
+    /// Returns the result of `change` for each value.
     pub fn map<W>(self, change: impl FnMut(V) -> W) -> AuxiliaryLosses<W> {
         AuxiliaryLosses(self.0.map(change))
     }

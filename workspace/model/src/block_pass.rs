@@ -26,14 +26,14 @@ pub fn most_windows(length: usize) -> usize {
     (PASS_TOKENS / length.max(1)).max(1)
 }
 
-/// The windows of each pass over so many of `length` tokens: the most that divide them, up to [`most_windows`].
+/// Returns the windows of each pass over so many of `length` tokens: the most that divide them, up to [`most_windows`].
 pub fn windows_of_pass(windows: usize, length: usize) -> usize {
     let most = most_windows(length).min(windows);
     (1..=most).rev().find(|batch| windows.is_multiple_of(*batch)).unwrap_or(1)
 }
 
-/// The configuration of one block of a model, for [`BlockPass`]: its buffers have room for every set of shared heads, and
-/// a learned router's matrices are among its tensors, whatever the number of routed heads.
+/// Returns the configuration of one block of a model, for [`BlockPass`]: its buffers have room for every set of shared
+/// heads, and a learned router's matrices are among its tensors, whatever the number of routed heads.
 ///
 /// # Errors
 /// Fails if the model has more heads than a set can name.
@@ -62,12 +62,12 @@ pub fn block_alone(config: &ModelConfig) -> Result<ModelConfig> {
     })
 }
 
-/// The configuration of a model's embedding, final norm and head, for [`EndsPass`].
+/// Returns the configuration of a model's embedding, final norm and head, for [`EndsPass`].
 pub fn ends_alone(config: &ModelConfig) -> ModelConfig {
     ModelConfig { num_hidden_layers: 0, moh: None, ..config.clone() }
 }
 
-/// The pass of [`BlockPass`] and [`EndsPass`] over `batch` windows of `length` tokens.
+/// Returns the pass of [`BlockPass`] and [`EndsPass`] over `batch` windows of `length` tokens.
 pub fn pass_alone(batch: usize, length: usize) -> PassShape {
     PassShape::evaluation(batch, length, Recompute::None)
 }
@@ -163,7 +163,7 @@ impl<B: Backend> BlockPass<B> {
         Ok(columns(&qkv, shape.row(), 0..shape.heads * shape.head_dim))
     }
 
-    /// The heads that the router of `moh` makes each token compute, after [`Self::project`] and before
+    /// Returns the heads that the router of `moh` makes each token compute, after [`Self::project`] and before
     /// [`Self::attend`]: `[N, H]`, 1 for shared and selected heads.
     pub fn select(&mut self, moh: MohConfig) -> Result<Vec<u8>> {
         self.set_attention(Some(moh))?;
@@ -181,7 +181,7 @@ impl<B: Backend> BlockPass<B> {
         Ok(of_all_heads(&selected, routing, 1))
     }
 
-    /// The gates of all heads, after [`Self::select`] in a layer that routes; `[N, H]`, 0 of shared heads.
+    /// Returns the gates of all heads, after [`Self::select`] in a layer that routes; `[N, H]`, 0 of shared heads.
     pub fn gates(&mut self) -> Result<Vec<f32>> {
         let (cx, .., buffers) = self.parts();
         let Some(routing) = &buffers.saved.attention.routing else {
@@ -192,8 +192,8 @@ impl<B: Backend> BlockPass<B> {
         Ok(of_all_heads(&gates, routing, 0.0))
     }
 
-    /// The factors of all heads' outputs, after [`Self::select`]; `[N, H]`, 0 of heads that a token does not compute.
-    /// `None` of a router that does not weigh heads.
+    /// Returns the factors of all heads' outputs, after [`Self::select`]; `[N, H]`, 0 of heads that a token does not
+    /// compute. `None` of a router that does not weigh heads.
     pub fn weights(&mut self) -> Result<Option<Vec<f32>>> {
         let (cx, .., buffers) = self.parts();
         let routing = buffers.saved.attention.routing.as_ref();
@@ -205,13 +205,13 @@ impl<B: Backend> BlockPass<B> {
         Ok(Some(weights))
     }
 
-    /// The block's normed input, which learned routers read, after [`Self::project`]; `[N, C]`.
+    /// Returns the block's normed input, which learned routers read, after [`Self::project`]; `[N, C]`.
     pub fn normed(&mut self) -> Result<Vec<f32>> {
         let (cx, .., buffers) = self.parts();
         download_all(cx.backend, &buffers.recomputable.attention_norm.y)
     }
 
-    /// The logits of all heads by a learned router, after [`Self::project`]; `[N, H]`.
+    /// Returns the logits of all heads by a learned router, after [`Self::project`]; `[N, H]`.
     pub fn logits(&mut self) -> Result<Vec<f32>> {
         let Some(linear) = self.router.as_ref().and_then(RouterLayer::logits) else {
             return Err(Error::invalid("the block was allocated without a learned router"));
@@ -224,7 +224,7 @@ impl<B: Backend> BlockPass<B> {
         Ok(columns(&host, linear.outputs, 0..shape.heads))
     }
 
-    /// The outputs of all heads before the output projection, after [`Self::project`]; `[N, H D]`.
+    /// Returns the outputs of all heads before the output projection, after [`Self::project`]; `[N, H D]`.
     pub fn attend(&mut self) -> Result<Vec<f32>> {
         let (cx, block, _, BlockBuffers { saved, recomputable, .. }) = self.parts();
         let attention = Attention { router: None, ..block.attention.clone() };
@@ -238,8 +238,8 @@ impl<B: Backend> BlockPass<B> {
         Ok(host)
     }
 
-    /// The rest of the block on the residual stream `x`, `[N, C]`, with these outputs of heads in place of attention's,
-    /// `[N, H D]`.
+    /// Returns the rest of the block on the residual stream `x`, `[N, C]`, with these outputs of heads in place of
+    /// attention's, `[N, H D]`.
     pub fn after_attention(&mut self, x: &[f32], attended: &[f32]) -> Result<BlockOutput> {
         let (cx, block, stream, BlockBuffers { saved, recomputable, scratch }) = self.parts();
         let SavedBlock { attention, h, gate_up } = saved;
@@ -255,7 +255,7 @@ impl<B: Backend> BlockPass<B> {
         })
     }
 
-    /// The queries, `[N, H D]`, and keys, `[N, G D]`, as attention reads them, after [`Self::attend`].
+    /// Returns the queries, `[N, H D]`, and keys, `[N, G D]`, as attention reads them, after [`Self::attend`].
     pub fn queries_and_keys(&mut self) -> Result<(Vec<f32>, Vec<f32>)> {
         let (cx, block, _, BlockBuffers { saved, recomputable, .. }) = self.parts();
         let shape = cx.tokens.shape;
@@ -266,7 +266,7 @@ impl<B: Backend> BlockPass<B> {
         Ok((part(0..queries), part(queries..queries + keys)))
     }
 
-    /// The whole block on the residual stream `x`, `[N, C]`, with the attention of `moh`, or dense.
+    /// Returns the whole block on the residual stream `x`, `[N, C]`, with the attention of `moh`, or dense.
     pub fn forward(&mut self, x: &[f32], moh: Option<MohConfig>) -> Result<BlockOutput> {
         self.set_attention(moh)?;
         let (cx, block, stream, BlockBuffers { saved, recomputable, scratch }) = self.parts();
@@ -305,7 +305,7 @@ impl<B: Backend> EndsPass<B> {
         Ok(EndsPass { model, activations, sums })
     }
 
-    /// The residual stream before the first block, `[N, C]`, of the tokens `ids`, `[N]`.
+    /// Returns the residual stream before the first block, `[N, C]`, of the tokens `ids`, `[N]`.
     pub fn embed(&mut self, ids: &[u32]) -> Result<Vec<f32>> {
         let EndsPass { model, activations, sums } = self;
         activations.upload(&model.backend, ids, ids, &[])?;
@@ -313,7 +313,7 @@ impl<B: Backend> EndsPass<B> {
         download_all(&model.backend, &activations.passes[0].stream[0])
     }
 
-    /// The sum of the cross-entropies of `targets`, `[N]`, in nats, by the residual stream `x` after the
+    /// Returns the sum of the cross-entropies of `targets`, `[N]`, in nats, by the residual stream `x` after the
     /// last block, `[N, C]`; targets that are [`IGNORED`] do not count.
     pub fn cross_entropy(&mut self, x: &[f32], targets: &[u32]) -> Result<f64> {
         let EndsPass { model, activations, sums } = self;
@@ -326,7 +326,7 @@ impl<B: Backend> EndsPass<B> {
         Ok(sums.take(&model.backend)?.cross_entropy)
     }
 
-    /// The targets of windows of `length` tokens each: the token after each one, none of the last.
+    /// Returns the targets of windows of `length` tokens each: the token after each one, none of the last.
     pub fn targets(ids: &[u32], length: usize) -> Vec<u32> {
         let of_window = |window: &[u32]| [&window[1..], &[IGNORED]].concat();
         ids.chunks_exact(length).flat_map(of_window).collect()

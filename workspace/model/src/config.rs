@@ -54,8 +54,8 @@ pub struct RopeConfig {
 }
 
 impl RopeConfig {
-    /// The factor of attention scores beside 1 / sqrt(head_dim). Queries and keys, which the factor of YaRN multiplies
-    /// each in other implementations, keep their norms.
+    /// Returns the factor of attention scores beside 1 / sqrt(head_dim). Queries and keys, which the factor of YaRN
+    /// multiplies each in other implementations, keep their norms.
     pub fn score_factor(&self) -> f32 {
         match self.scaling {
             Some(RopeScaling::Yarn(yarn)) => yarn.attention_factor.powi(2) as f32,
@@ -203,7 +203,7 @@ impl MohConfig {
         })
     }
 
-    /// The counts of layer `layer`, from 0.
+    /// Returns the counts of layer `layer`, from 0.
     pub fn layer(&self, layer: usize) -> LayerHeads {
         LayerHeads {
             shared: self.shared_heads.of_layer(layer),
@@ -211,7 +211,7 @@ impl MohConfig {
         }
     }
 
-    /// The routing of a model of one layer with these heads.
+    /// Returns the routing of a model of one layer with these heads.
     pub fn of_one_layer(&self, heads: LayerHeads) -> MohConfig {
         MohConfig {
             shared_heads: SharedHeadSets::Sets(vec![heads.shared]),
@@ -220,7 +220,7 @@ impl MohConfig {
         }
     }
 
-    /// The routing of layer `layer`, from 0, as that of a model of one layer.
+    /// Returns the routing of layer `layer`, from 0, as that of a model of one layer.
     pub fn of_layer_alone(&self, layer: usize) -> MohConfig {
         self.of_one_layer(self.layer(layer))
     }
@@ -232,12 +232,12 @@ impl ModelConfig {
         self.num_attention_heads / self.num_key_value_heads
     }
 
-    /// Width of all query heads together.
+    /// Returns the width of all query heads together.
     pub fn query_width(&self) -> usize {
         self.num_attention_heads * self.head_dim
     }
 
-    /// Width of all key (or value) heads together.
+    /// Returns the width of all key (or value) heads together.
     pub fn key_value_width(&self) -> usize {
         self.num_key_value_heads * self.head_dim
     }
@@ -254,8 +254,8 @@ impl ModelConfig {
         moh.validate(heads, kv_heads, self.num_hidden_layers)
     }
 
-    /// The names of the tensors that another attention needs and this model lacks: a router's matrices. Training adds
-    /// tensors, and removes none.
+    /// Returns the names of the tensors that another attention needs and this model lacks: a router's matrices.
+    /// Training adds tensors, and removes none.
     ///
     /// # Errors
     /// Names the first tensor that the other attention would leave unused.

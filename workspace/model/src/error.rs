@@ -19,33 +19,33 @@ impl Error {
         Error::Invalid(sentence.to_owned())
     }
 
-    /// The error of a sequence that is empty or longer than `positions`.
+    /// Returns the error of a sequence that is empty or longer than `positions`.
     pub fn too_long(tokens: usize, positions: usize) -> Self {
         Error::Invalid(format!(
             "a sequence of {tokens} tokens is too short or too long: use 1 to {positions}"
         ))
     }
 
-    /// The error of a pipeline without stages, or with more of them than the model has blocks.
+    /// Returns the error of a pipeline without stages, or with more of them than the model has blocks.
     pub fn undivided(layers: usize, stages: usize) -> Self {
         Error::Invalid(format!(
             "a model of {layers} layers cannot be divided into {stages} pipeline stages: use 1 to {layers}"
         ))
     }
 
-    /// The error of an operation that requires the whole model, of a part of it.
+    /// Returns the error of an operation that requires the whole model, of a part of it.
     pub(crate) fn divided() -> Self {
         Error::invalid(
             "generation and logits need the unsharded model, but this rank has a part of it",
         )
     }
 
-    /// The error of logits from which the next token cannot be chosen.
+    /// Returns the error of logits from which the next token cannot be chosen.
     pub(crate) fn no_token(reason: &str) -> Self {
         Error::Invalid(format!("no token can be sampled from these logits: {reason}"))
     }
 
-    /// The error of a row of logits without a token: one is not a number, or infinite.
+    /// Returns the error of a row of logits without a token: one is not a number, or infinite.
     pub fn not_finite() -> Self {
         Error::no_token("one is not finite")
     }

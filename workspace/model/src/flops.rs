@@ -47,7 +47,7 @@ impl Flops {
 }
 
 impl ModelConfig {
-    /// Elements of all tensors; a tied head counts once.
+    /// Returns the elements of all tensors; a tied head counts once.
     pub fn num_parameters(&self) -> u64 {
         // Cannot overflow: `check_limits` rejects configurations beyond 2^50.
         self.count_parameters() as u64

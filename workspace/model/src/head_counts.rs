@@ -33,7 +33,7 @@ pub enum HeadCounts {
 }
 
 impl HeadCounts {
-    /// The count of layer `layer`, from 0. A list that is too short, which
+    /// Returns the count of layer `layer`, from 0. A list that is too short, which
     /// [`MohConfig::validate`](crate::MohConfig::validate) rejects, gives 0.
     pub fn of_layer(&self, layer: usize) -> usize {
         match self {
@@ -50,7 +50,7 @@ impl HeadCounts {
         }
     }
 
-    /// The count of all layers; `None` if layers differ or the list is empty.
+    /// Returns the count of all layers; `None` if layers differ or the list is empty.
     pub fn uniform(&self) -> Option<usize> {
         let first = *self.counts().first()?;
         self.counts().iter().all(|&count| count == first).then_some(first)
@@ -66,12 +66,12 @@ impl HeadCounts {
         }
     }
 
-    /// The smallest count; 0 for an empty list.
+    /// Returns the smallest count; 0 for an empty list.
     pub fn least(&self) -> usize {
         self.counts().iter().copied().min().unwrap_or(0)
     }
 
-    /// The largest count; 0 for an empty list.
+    /// Returns the largest count; 0 for an empty list.
     pub fn most(&self) -> usize {
         self.counts().iter().copied().max().unwrap_or(0)
     }

@@ -59,7 +59,7 @@ struct Share {
 }
 
 impl HeadRequest {
-    /// The counts for `layers` layers of `heads` heads, which read `kv_heads` key/value heads; `source`
+    /// Returns the counts for `layers` layers of `heads` heads, which read `kv_heads` key/value heads; `source`
     /// is the routing of the model that they are for, if it is a Mixture-of-Head model.
     ///
     /// # Errors
@@ -128,7 +128,7 @@ impl HeadRequest {
         Some(format!("{}: {active} of {heads}, {met}", share.describe(heads)))
     }
 
-    /// The share that the counts follow from.
+    /// Returns the share that the counts follow from.
     fn share(&self, groups: HeadGroups, source: Option<&MohConfig>) -> Option<Share> {
         let router = self.router(source);
         let unit = router.unit(groups);
@@ -141,7 +141,7 @@ impl HeadRequest {
     }
 }
 
-/// A share of a number of heads or of groups of them, rounded half up.
+/// Returns a share of a number of heads or of groups of them, rounded half up.
 fn rounded(share: f64, number: usize) -> usize {
     (share * number as f64 + PRODUCT_ERROR + 0.5).floor() as usize
 }

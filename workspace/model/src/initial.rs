@@ -14,7 +14,7 @@ impl SplitMix {
     /// What the state grows by with each integer.
     const INCREMENT: u64 = 0x9e37_79b9_7f4a_7c15;
 
-    /// The generator after `count` more integers.
+    /// Returns the generator after `count` more integers.
     fn after(&self, count: usize) -> Self {
         SplitMix(self.0.wrapping_add((count as u64).wrapping_mul(Self::INCREMENT)))
     }

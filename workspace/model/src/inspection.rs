@@ -30,7 +30,7 @@ impl Magnitude {
         }
     }
 
-    /// The root of the mean square; 0 without values, and not finite if any value is not.
+    /// Returns the root of the mean square; 0 without values, and not finite if any value is not.
     pub fn rms(&self) -> f64 {
         (self.squares / self.count.max(1) as f64).sqrt()
     }

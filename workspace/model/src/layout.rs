@@ -29,12 +29,12 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// Shape of the whole tensor.
+    /// Returns the shape of the whole tensor.
     pub fn shape(&self) -> &[usize] {
         self.slice.shape()
     }
 
-    /// Elements of the whole tensor.
+    /// Returns the elements of the whole tensor.
     pub fn whole_len(&self) -> usize {
         self.shape().iter().product()
     }
@@ -74,7 +74,7 @@ impl FlatLayout {
         FlatLayout { segments, len: end.next_multiple_of(multiple) }
     }
 
-    /// The elements of its tensors, without the padding.
+    /// Returns the elements of its tensors, without the padding.
     pub fn used(&self) -> Range<usize> {
         0..self.segments.last().map_or(0, |segment| segment.range.end)
     }
@@ -104,12 +104,12 @@ pub struct ModelLayout {
 }
 
 impl ModelLayout {
-    /// The layout of a model on one rank.
+    /// Returns the layout of a model on one rank.
     pub fn new(config: &ModelConfig) -> Self {
         Self::of_part(config, 1, &ModelPart::whole(config))
     }
 
-    /// The layout of a part of a model whose optimiser state is sharded over up to `ranks` ranks:
+    /// Returns the layout of a part of a model whose optimiser state is sharded over up to `ranks` ranks:
     /// the length of every buffer is a multiple of `ranks`, and buffers of other parts are empty.
     pub fn of_part(config: &ModelConfig, ranks: usize, part: &ModelPart) -> Self {
         let (_, flats) = Layers::new(config, &router::of_config(config), ranks, part);
@@ -119,23 +119,23 @@ impl ModelLayout {
     /// Index of the embedding's buffer.
     pub const EMBEDDING: usize = 0;
 
-    /// Index of a block's buffer.
+    /// Returns the index of a block's buffer.
     pub fn block_index(&self, layer: usize) -> usize {
         1 + layer
     }
 
-    /// Index of the final norm's buffer.
+    /// Returns the index of the final norm's buffer.
     pub fn final_norm_index(&self) -> usize {
         1 + self.num_blocks
     }
 
-    /// Index of the buffer that holds the output head: the embedding's when tied.
+    /// Returns the index of the buffer that holds the output head: the embedding's when tied.
     pub fn head_index(&self) -> usize {
         let untied = self.num_blocks + 2;
         if untied < self.flats.len() { untied } else { Self::EMBEDDING }
     }
 
-    /// The buffers in the order in which a backward pass completes their gradients; a tied head is
+    /// Returns the buffers in the order in which a backward pass completes their gradients; a tied head is
     /// part of the embedding's.
     pub fn backward_order(&self) -> impl Iterator<Item = usize> {
         let head = Some(self.head_index()).filter(|&head| head != Self::EMBEDDING);
@@ -156,12 +156,12 @@ impl ModelLayout {
             .flat_map(|(flat, layout)| layout.segments.iter().map(move |segment| (flat, segment)))
     }
 
-    /// Elements of all buffers.
+    /// Returns the elements of all buffers.
     pub fn len(&self) -> usize {
         self.flats.iter().map(|flat| flat.len).sum()
     }
 
-    /// Whether the layout is empty, which no model's is.
+    /// Returns whether the layout is empty, which no model's is.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

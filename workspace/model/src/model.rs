@@ -109,7 +109,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(Model { backend, config, layout, parallel, weights, layers, rope, teacher: None })
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn backend(&self) -> &B {
         &self.backend
     }
@@ -119,12 +119,12 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self.parallel
     }
 
-    /// Whether this rank has the whole model.
+    /// Returns whether this rank has the whole model.
     pub fn is_whole(&self) -> bool {
         self.parallel.stages() == 1 && self.parallel.part().tensor.ranks == 1
     }
 
-    /// The configuration.
+    /// Returns the configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
@@ -151,17 +151,17 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(())
     }
 
-    /// The location of each tensor.
+    /// Returns the location of each tensor.
     pub fn layout(&self) -> &ModelLayout {
         &self.layout
     }
 
-    /// The number of positions of the RoPE tables.
+    /// Returns the number of positions of the RoPE tables.
     pub fn positions(&self) -> usize {
         B::len(&self.rope.cos) * 2 / self.config.head_dim
     }
 
-    /// The weights.
+    /// Returns the weights.
     pub fn weights(&self) -> &FlatBuffers<B, T> {
         &self.weights
     }
@@ -178,12 +178,12 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
     }
 
-    /// The weights, for updates.
+    /// Returns the weights, for updates.
     pub fn weights_mut(&mut self) -> &mut FlatBuffers<B, T> {
         &mut self.weights
     }
 
-    /// Number of layers whose router selects heads, over which the balance loss is averaged; 1 if there
+    /// Returns the number of layers whose router selects heads, over which the balance loss is averaged; 1 if there
     /// is none, without a balance loss.
     pub(crate) fn routed_layers(&self) -> usize {
         self.layer_routers().filter(|(_, router)| router.selects()).count().max(1)
@@ -205,7 +205,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         RoutingStatistics { layers: routers.map(of_layer).collect() }
     }
 
-    /// Sizes of passes with the model's own routers.
+    /// Returns the sizes of passes with the model's own routers.
     pub fn pass_sizes(&self, pass: PassShape) -> Result<PassSizes<'_>> {
         let (config, part) = (&self.config, self.parallel.part());
         let heads = part.tensor.heads(config);
@@ -215,7 +215,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(PassSizes { config, part, pass, role, routing, tensors })
     }
 
-    /// Logits of the last forward pass, `[N, V]`.
+    /// Returns the logits of the last forward pass, `[N, V]`.
     pub fn logits(&self, activations: &Activations<B, T>) -> Result<Vec<f32>> {
         if !self.is_whole() {
             return Err(Error::divided());
@@ -234,7 +234,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(host.iter().map(|value| value.to_f32()).collect())
     }
 
-    /// The routed heads that each token selected in the last forward pass: `[N, R]` for each layer,
+    /// Returns the routed heads that each token selected in the last forward pass: `[N, R]` for each layer,
     /// with R its routed heads in ascending order; empty for a dense layer. The activations have every block's routing
     /// unless they recompute blocks.
     pub fn routed_mask(&self, activations: &Activations<B, T>) -> Result<Vec<Vec<u8>>> {
@@ -243,14 +243,14 @@ impl<B: Backend, T: Element> Model<B, T> {
         })
     }
 
-    /// The gates of the last forward pass, `[N, R]` for each layer as in [`Model::routed_mask`].
+    /// Returns the gates of the last forward pass, `[N, R]` for each layer as in [`Model::routed_mask`].
     pub fn gates(&self, activations: &Activations<B, T>) -> Result<Vec<Vec<f32>>> {
         self.of_routings(activations, |routing, gates| {
             self.backend.download(routing.gates(), gates)
         })
     }
 
-    /// A table `[N, R]` of each block whose routing is saved.
+    /// Returns a table `[N, R]` of each block whose routing is saved.
     fn of_routings<S: Copy + Default>(
         &self,
         activations: &Activations<B, T>,

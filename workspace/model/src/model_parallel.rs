@@ -47,7 +47,7 @@ impl TensorShare {
         )))
     }
 
-    /// The query heads of a block, and which of them are local.
+    /// Returns the query heads of a block, and which of them are local.
     pub fn heads(&self, config: &ModelConfig) -> Heads {
         Heads {
             count: config.num_attention_heads,
@@ -57,37 +57,37 @@ impl TensorShare {
         }
     }
 
-    /// Local key/value heads.
+    /// Returns the local key/value heads.
     pub fn key_value_heads(&self, config: &ModelConfig) -> usize {
         config.num_key_value_heads / self.ranks
     }
 
-    /// Width of the local query heads.
+    /// Returns the width of the local query heads.
     pub fn query_width(&self, config: &ModelConfig) -> usize {
         config.query_width() / self.ranks
     }
 
-    /// Width of the local key (or value) heads.
+    /// Returns the width of the local key (or value) heads.
     pub fn key_value_width(&self, config: &ModelConfig) -> usize {
         config.key_value_width() / self.ranks
     }
 
-    /// Local columns of the MLP.
+    /// Returns the local columns of the MLP.
     pub fn mlp_columns(&self, config: &ModelConfig) -> Range<usize> {
         share(config.intermediate_size, self.rank, self.ranks)
     }
 
-    /// Number of the MLP's local columns.
+    /// Returns the number of the MLP's local columns.
     pub fn mlp_width(&self, config: &ModelConfig) -> usize {
         self.mlp_columns(config).len()
     }
 
-    /// Local rows of the vocabulary.
+    /// Returns the local rows of the vocabulary.
     pub fn vocabulary(&self, config: &ModelConfig) -> VocabularyRows {
         VocabularyRows::of_rank(config.vocab_size, self.rank, self.ranks)
     }
 
-    /// Shape of a micro-batch's packed queries, keys and values of the local heads.
+    /// Returns the shape of a micro-batch's packed queries, keys and values of the local heads.
     pub(crate) fn qkv_shape(&self, config: &ModelConfig, batch: usize, length: usize) -> QkvShape {
         QkvShape {
             batch,
@@ -98,7 +98,7 @@ impl TensorShare {
         }
     }
 
-    /// Shape of the output head with its local rows.
+    /// Returns the shape of the output head with its local rows.
     pub(crate) fn head_shape(&self, config: &ModelConfig, tokens: usize) -> HeadShape {
         HeadShape::of_rows(tokens, config.hidden_size, self.vocabulary(config), self.ranks)
     }
@@ -123,7 +123,7 @@ impl TensorShare {
         }
     }
 
-    /// The tokens of a micro-batch whose residual stream is local.
+    /// Returns the tokens of a micro-batch whose residual stream is local.
     pub(crate) fn tokens(&self, tokens: usize) -> TokenShare {
         TokenShare { share: *self, tokens, per_rank: tokens.div_ceil(self.ranks) }
     }
@@ -155,17 +155,17 @@ pub(crate) struct TokenShare {
 }
 
 impl TokenShare {
-    /// Tokens of this rank.
+    /// Returns the tokens of this rank.
     pub fn local(&self) -> usize {
         self.per_rank.min(self.tokens.saturating_sub(self.start()))
     }
 
-    /// The first token of this share, in multiples of `per_rank`; past the end for an empty share.
+    /// Returns the first token of this share, in multiples of `per_rank`; past the end for an empty share.
     pub fn start(&self) -> usize {
         self.share.rank * self.per_rank
     }
 
-    /// Tokens of all shares, including padding at the end.
+    /// Returns the tokens of all shares, including padding at the end.
     pub fn padded(&self) -> usize {
         self.share.ranks * self.per_rank
     }
@@ -190,13 +190,13 @@ impl ModelPart {
         self.chunks.iter().cloned().flatten()
     }
 
-    /// The whole model.
+    /// Returns the whole model.
     pub fn whole(config: &ModelConfig) -> Self {
         let chunks = std::iter::once(0..config.num_hidden_layers).collect();
         ModelPart { chunks, first: true, last: true, tensor: TensorShare::WHOLE }
     }
 
-    /// The parts of `stages` stages of `virtual_stages` chunks each, with whole tensors: chunk c of
+    /// Returns the parts of `stages` stages of `virtual_stages` chunks each, with whole tensors: chunk c of
     /// stage s is chunk c x `stages` + s of the model.
     ///
     /// # Errors
@@ -240,7 +240,7 @@ impl ModelPart {
         Ok(counts.into_iter().map(chunk).collect())
     }
 
-    /// The number of blocks.
+    /// Returns the number of blocks.
     pub fn num_blocks(&self) -> usize {
         self.chunks.iter().map(Range::len).sum()
     }
@@ -264,7 +264,7 @@ pub struct ModelParallel {
 }
 
 impl ModelParallel {
-    /// A rank with the whole model.
+    /// Creates a rank with the whole model.
     pub fn whole(config: &ModelConfig) -> Self {
         let alone = World::single().group().clone();
         let (part, pipeline, tensor) = (ModelPart::whole(config), alone.clone(), alone.clone());
@@ -312,7 +312,7 @@ impl ModelParallel {
         &self.part
     }
 
-    /// The number of pipeline stages.
+    /// Returns the number of pipeline stages.
     pub fn stages(&self) -> usize {
         self.pipeline.size()
     }
@@ -330,12 +330,12 @@ impl ModelParallel {
         self.part.last && chunk + 1 == self.part.chunks.len()
     }
 
-    /// The stage that receives a chunk's output.
+    /// Returns the stage that receives a chunk's output.
     pub(crate) fn next(&self) -> usize {
         (self.pipeline.rank() + 1) % self.pipeline.size()
     }
 
-    /// The stage that sends a chunk's input.
+    /// Returns the stage that sends a chunk's input.
     pub(crate) fn previous(&self) -> usize {
         (self.pipeline.rank() + self.pipeline.size() - 1) % self.pipeline.size()
     }
@@ -346,17 +346,17 @@ impl ModelParallel {
         Ok(self.pipeline.reserve_sends(messages, bytes)?)
     }
 
-    /// Whether this rank contributes the sums of losses: only the last stage's tensor rank 0 does.
+    /// Returns whether this rank contributes the sums of losses: only the last stage's tensor rank 0 does.
     pub fn counts_losses(&self) -> bool {
         self.part.last && self.part.tensor.rank == 0
     }
 
-    /// The ranks that shard the tensors of this part.
+    /// Returns the ranks that shard the tensors of this part.
     pub fn tensor(&self) -> &Group {
         &self.tensor
     }
 
-    /// The group of the first and the last stage if both have a tied head, whose gradient is the
+    /// Returns the group of the first and the last stage if both have a tied head, whose gradient is the
     /// sum of theirs.
     pub fn tied_head(&self) -> Option<&Group> {
         self.tied_head.as_ref()

@@ -24,7 +24,7 @@ pub struct ModelOutput {
 }
 
 impl ModelOutput {
-    /// The query heads of `layer` that the token at `position` used, in ascending order: the shared
+    /// Returns the query heads of `layer` that the token at `position` used, in ascending order: the shared
     /// heads and those it selected, or all heads of a dense layer.
     ///
     /// # Panics

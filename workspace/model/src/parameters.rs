@@ -34,7 +34,7 @@ impl Shard {
     /// A single shard: the whole buffer.
     pub const WHOLE: Shard = Shard { rank: 0, size: 1 };
 
-    /// The shard of this rank of `group`.
+    /// Returns the shard of this rank of `group`.
     pub fn from_group(group: &Group) -> Self {
         Shard { rank: group.rank(), size: group.size() }
     }
@@ -56,14 +56,14 @@ pub struct ParameterRange {
 }
 
 impl ParameterRange {
-    /// The range of adjacent ranges, in order.
+    /// Returns the range of adjacent ranges, in order.
     pub fn joined(parts: impl IntoIterator<Item = Self>) -> Self {
         let join = |a: Self, b: Self| ParameterRange { range: a.range.start..b.range.end, ..a };
         parts.into_iter().reduce(join).unwrap_or_default()
     }
 }
 
-/// The intersection of two ranges.
+/// Returns the intersection of two ranges.
 pub fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     let start = a.start.max(b.start);
     start..a.end.min(b.end).max(start)
@@ -100,29 +100,29 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         Ok(FlatBuffers { stale: vec![false; buffers.len()], buffers, shard })
     }
 
-    /// A range of one buffer, within the local shard.
+    /// Returns a range of one buffer, within the local shard.
     pub fn view(&self, flat: usize, range: Range<usize>) -> View<'_, B, S> {
         let start = self.local_range(flat).start;
         B::view(self.flat(flat), range.start - start..range.end - start)
     }
 
-    /// A mutable range of one buffer, within the local shard.
+    /// Returns a mutable range of one buffer, within the local shard.
     pub fn view_mut(&mut self, flat: usize, range: Range<usize>) -> ViewMut<'_, B, S> {
         let start = self.local_range(flat).start;
         B::view_mut(self.flat_mut(flat), range.start - start..range.end - start)
     }
 
-    /// The parameters of a layer.
+    /// Returns the parameters of a layer.
     pub fn get(&self, parameters: &ParameterRange) -> View<'_, B, S> {
         self.view(parameters.buffer, parameters.range.clone())
     }
 
-    /// The mutable parameters of a layer.
+    /// Returns the mutable parameters of a layer.
     pub fn get_mut(&mut self, parameters: &ParameterRange) -> ViewMut<'_, B, S> {
         self.view_mut(parameters.buffer, parameters.range.clone())
     }
 
-    /// The range of a flat buffer that the local shard covers.
+    /// Returns the range of a flat buffer that the local shard covers.
     pub fn local_range(&self, flat: usize) -> Range<usize> {
         self.shard.range(B::len(self.flat(flat)) * self.shard.size)
     }
@@ -193,7 +193,7 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         self.stale.fill(true);
     }
 
-    /// Whether the next gradient overwrites a buffer or is added to it.
+    /// Returns whether the next gradient overwrites a buffer or is added to it.
     pub fn accumulation(&self, flat: usize) -> Accumulation {
         if self.stale[flat] { Accumulation::Overwrite } else { Accumulation::Add }
     }

@@ -34,7 +34,7 @@ pub struct PassSizes<'a> {
 }
 
 impl<'a> PassSizes<'a> {
-    /// Sizes for the part whose tensors are those of `layout`, of the model that `config`
+    /// Returns the sizes for the part whose tensors are those of `layout`, of the model that `config`
     /// describes.
     pub fn new(
         config: &'a ModelConfig,
@@ -48,19 +48,19 @@ impl<'a> PassSizes<'a> {
         Ok(PassSizes { config, part, pass, role, routing, tensors })
     }
 
-    /// The same passes in another role.
+    /// Returns the same passes in another role.
     pub fn in_role(self, role: PassRole) -> Self {
         PassSizes { role, ..self }
     }
 
-    /// The same part with another pass shape, alone.
+    /// Returns the same part with another pass shape, alone.
     pub fn of_pass(self, pass: PassShape) -> Self {
         let (tokens, role) = (pass.tokens(), PassRole::Alone);
         let routing = self.routing.map(|routing| RoutingShape { tokens, ..routing });
         PassSizes { pass, role, routing, ..self }
     }
 
-    /// Bytes of a message to another stage: the local residual stream, or its gradient, in elements
+    /// Returns the bytes of a message to another stage: the local residual stream, or its gradient, in elements
     /// of type `T`.
     pub fn message_bytes<T: Element>(&self) -> usize {
         self.stream() * size_of::<T>()
@@ -74,17 +74,18 @@ impl<'a> PassSizes<'a> {
         self.pass.tokens()
     }
 
-    /// The tokens whose residual stream is local.
+    /// Returns the tokens whose residual stream is local.
     pub(crate) fn token_share(&self) -> TokenShare {
         self.share().tokens(self.tokens())
     }
 
-    /// Elements of the residual stream in one rank's share of the tokens.
+    /// Returns the elements of the residual stream in one rank's share of the tokens.
     pub(crate) fn stream(&self) -> usize {
         self.token_share().per_rank * self.config.hidden_size
     }
 
-    /// Elements of the copy of queries, keys and values that attention reads, where they are not rotated in place.
+    /// Returns the elements of the copy of queries, keys and values that attention reads, where they are not rotated in
+    /// place.
     pub(crate) fn rotated(&self) -> usize {
         let copied = self.config.architecture.norms_queries_and_keys();
         if copied { self.tokens() * self.qkv().row() } else { 0 }

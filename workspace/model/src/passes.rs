@@ -30,7 +30,7 @@ pub(crate) struct ForwardBuffers<'a, B: Backend, T: Element> {
 pub type OnRouting<'a> = Option<(&'a mut RoutingStatistics, usize)>;
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// The forward pass of one micro-batch up to the final norm, through all chunks of this rank's
+    /// Returns the forward pass of one micro-batch up to the final norm, through all chunks of this rank's
     /// part; adds the auxiliary losses to `sums`.
     ///
     /// # Errors
@@ -60,9 +60,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         })
     }
 
-    /// The forward pass through one chunk, after that of the teacher if there is one ([`Model::teach_chunk`]). Receives
-    /// its input from the previous stage and sends its output to the next. `before_use` is called with the weights before
-    /// each buffer of them is used, and may wait for it.
+    /// Returns the forward pass through one chunk, after that of the teacher if there is one ([`Model::teach_chunk`]).
+    /// Receives its input from the previous stage and sends its output to the next. `before_use` is called with the
+    /// weights before each buffer of them is used, and may wait for it.
     pub fn forward_chunk(
         &mut self,
         activations: &mut Activations<B, T>,
@@ -96,7 +96,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.end_chunk(&mut buffers, slot.chunk, before_use)
     }
 
-    /// The forward pass of a teacher through one chunk, without losses.
+    /// Returns the forward pass of a teacher through one chunk, without losses.
     pub(crate) fn forward_frozen(
         &mut self,
         mut buffers: ForwardBuffers<'_, B, T>,
@@ -110,7 +110,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.end_chunk(&mut buffers, chunk, ready)
     }
 
-    /// The input of a chunk: the embedding, or what the previous stage sends.
+    /// Returns the input of a chunk: the embedding, or what the previous stage sends.
     fn begin_chunk(
         &mut self,
         buffers: &mut ForwardBuffers<'_, B, T>,
@@ -144,7 +144,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.layers.blocks[layer].forward(&cx, before, buffers, None, after)
     }
 
-    /// The output of a chunk, which the final norm reads, or the next stage.
+    /// Returns the output of a chunk, which the final norm reads, or the next stage.
     fn end_chunk(
         &mut self,
         buffers: &mut ForwardBuffers<'_, B, T>,
@@ -207,7 +207,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         })
     }
 
-    /// The backward pass through one chunk, after its forward pass; receives its gradient from the
+    /// Returns the backward pass through one chunk, after its forward pass; receives its gradient from the
     /// next stage and sends one to the previous. Adds the cross-entropy to `sums` and the gradients
     /// to `gradients`, where they overwrite stale buffers ([`FlatBuffers::mark_stale`]). `complete`
     /// is given with a step's last micro-batch: it is called with the gradients as soon as a buffer

@@ -21,8 +21,8 @@ pub fn frequencies(rope: &RopeConfig, head_dim: usize) -> Vec<f64> {
     }
 }
 
-/// The pairs, as fractions of them, below which YaRN keeps frequencies and above which it divides them (section 3.2 of
-/// the paper, by numbers of turns within the original length).
+/// Returns the pairs, as fractions of them, below which YaRN keeps frequencies and above which it divides them (section
+/// 3.2 of the paper, by numbers of turns within the original length).
 fn interpolated_pairs(yarn: &YarnScaling, theta: f64, head_dim: usize) -> [f64; 2] {
     let original = yarn.original_max_position_embeddings as f64;
     let pair = |turns: f64| head_dim as f64 * (original / (turns * TAU)).ln() / (2.0 * theta.ln());

@@ -73,12 +73,12 @@ impl Sampler {
         Sampler { random, sampling, vocab_size, prompt, selected }
     }
 
-    /// The same, after a prompt, whose tokens the repetition penalty counts.
+    /// Returns the same, after a prompt, whose tokens the repetition penalty counts.
     pub fn after(self, prompt: &[u32]) -> Self {
         Sampler { prompt: prompt.iter().copied().collect(), ..self }
     }
 
-    /// The tokenizer's number of ids.
+    /// Returns the tokenizer's number of ids.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
@@ -148,7 +148,7 @@ impl Sampler {
     }
 }
 
-/// A number in [0, 1) of 23 random bits, as `rand` makes it.
+/// Returns a number in [0, 1) of 23 random bits, as `rand` makes it.
 fn unit(bits: u32) -> f32 {
     (bits >> 9) as f32 / (1u32 << 23) as f32
 }
@@ -160,7 +160,7 @@ mod tests {
 
     use super::*;
 
-    /// Logits that spread, with equal ones among them.
+    /// Returns the logits that spread, with equal ones among them.
     fn logits(count: usize, step: usize) -> Vec<f32> {
         (0..count).map(|i| ((i * 7919 + step * 104_729) % 257) as f32 / 31.0 - 4.0).collect()
     }
@@ -199,7 +199,7 @@ mod tests {
         Sampling { temperature, top_k, top_p, ..Sampling::default() }
     }
 
-    /// The tokens that 2000 samples select, in ascending order.
+    /// Returns the tokens that 2000 samples select, in ascending order.
     fn selected(sampling: Sampling, logits: &[f32]) -> Vec<u32> {
         let mut sampler = Sampler::new(3, sampling, usize::MAX);
         let found = (0..2000).map(|_| sampler.sample(logits).unwrap());

@@ -62,7 +62,7 @@ impl SharedHeadSets {
         layers.iter().enumerate().map(of_layer).collect()
     }
 
-    /// The shared heads of layer `layer`, from 0; none of a layer that a list lacks, which
+    /// Returns the shared heads of layer `layer`, from 0; none of a layer that a list lacks, which
     /// [`MohConfig::validate`](crate::MohConfig::validate) rejects.
     pub fn of_layer(&self, layer: usize) -> SharedHeads {
         match self {
@@ -71,7 +71,7 @@ impl SharedHeadSets {
         }
     }
 
-    /// The number of shared heads of each layer.
+    /// Returns the number of shared heads of each layer.
     pub fn counts(&self) -> HeadCounts {
         match self {
             SharedHeadSets::First(counts) => counts.clone(),
@@ -79,7 +79,7 @@ impl SharedHeadSets {
         }
     }
 
-    /// The shared heads of each layer in ascending order; `None` if they are the first ones of all
+    /// Returns the shared heads of each layer in ascending order; `None` if they are the first ones of all
     /// layers.
     pub fn ids(&self) -> Option<Vec<Vec<usize>>> {
         match self {

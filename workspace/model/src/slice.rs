@@ -33,21 +33,21 @@ pub struct SliceRun {
 }
 
 impl Slice {
-    /// The whole tensor.
+    /// Returns the whole tensor.
     pub fn whole(shape: Vec<usize>) -> Self {
         let every = |&extent: &usize| std::iter::once(0..extent).collect();
         let indices = shape.iter().map(every).collect();
         Slice { shape, indices }
     }
 
-    /// The slice of a tensor at some indices of one dimension.
+    /// Returns the slice of a tensor at some indices of one dimension.
     pub fn along(shape: Vec<usize>, dimension: usize, ranges: Vec<Range<usize>>) -> Self {
         let mut slice = Self::whole(shape);
         slice.indices[dimension] = ranges;
         slice
     }
 
-    /// The slice at these indices; `None` if they are not ascending ranges within the shape, or if
+    /// Returns the slice at these indices; `None` if they are not ascending ranges within the shape, or if
     /// the shape's number of elements overflows.
     pub fn new(shape: Vec<usize>, indices: Vec<Vec<Range<usize>>>) -> Option<Self> {
         let follow = |(ranges, &extent): (&Vec<Range<usize>>, &usize)| {
@@ -61,37 +61,37 @@ impl Slice {
         (fit && counted.is_some()).then_some(Slice { shape, indices })
     }
 
-    /// Shape of the whole tensor.
+    /// Returns the shape of the whole tensor.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// The indices: ascending ranges for each dimension.
+    /// Returns the indices: ascending ranges for each dimension.
     pub fn indices(&self) -> &[Vec<Range<usize>>] {
         &self.indices
     }
 
-    /// Shape of the slice.
+    /// Returns the shape of the slice.
     pub fn extents(&self) -> Vec<usize> {
         self.indices.iter().map(|ranges| ranges.iter().map(Range::len).sum()).collect()
     }
 
-    /// Elements of the slice.
+    /// Returns the elements of the slice.
     pub fn len(&self) -> usize {
         self.extents().iter().product()
     }
 
-    /// Whether the slice is empty.
+    /// Returns whether the slice is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Whether it is the whole tensor.
+    /// Returns whether it is the whole tensor.
     pub fn is_whole(&self) -> bool {
         self.extents() == self.shape
     }
 
-    /// The runs of the slice's elements `range`, in order.
+    /// Returns the runs of the slice's elements `range`, in order.
     pub fn runs(&self, range: Range<usize>) -> Vec<SliceRun> {
         let Some((columns, rows)) = self.indices.split_last() else { return Vec::new() };
         let extent = self.shape[rows.len()];
@@ -126,7 +126,7 @@ pub struct Common {
     pub len: usize,
 }
 
-/// The elements that are in both of these runs of slices of one tensor, in order.
+/// Returns the elements that are in both of these runs of slices of one tensor, in order.
 pub fn common(ours: &[SliceRun], theirs: &[SliceRun]) -> Vec<Common> {
     let (mut ours, mut theirs) = (ours.iter().peekable(), theirs.iter().peekable());
     let mut found = Vec::new();
@@ -155,7 +155,7 @@ fn push(runs: &mut Vec<SliceRun>, run: SliceRun) {
     }
 }
 
-/// The tensor's row, with all dimensions but the last flattened, that is row `row` of the slice.
+/// Returns the tensor's row, with all dimensions but the last flattened, that is row `row` of the slice.
 fn row(dimensions: &[Vec<Range<usize>>], shape: &[usize], mut row: usize) -> usize {
     let (mut found, mut stride) = (0, 1);
     for (ranges, &extent) in dimensions.iter().zip(shape).rev() {
@@ -167,7 +167,7 @@ fn row(dimensions: &[Vec<Range<usize>>], shape: &[usize], mut row: usize) -> usi
     found
 }
 
-/// The index at position `number` of the ranges.
+/// Returns the index at position `number` of the ranges.
 fn index(ranges: &[Range<usize>], mut number: usize) -> usize {
     for range in ranges {
         if number < range.len() {
@@ -182,12 +182,12 @@ fn index(ranges: &[Range<usize>], mut number: usize) -> usize {
 mod tests {
     use super::*;
 
-    /// Elements whose values are their positions.
+    /// Returns the elements whose values are their positions.
     fn values(shape: &[usize]) -> Vec<usize> {
         (0..shape.iter().product()).collect()
     }
 
-    /// The slice's elements `range`, read from the whole tensor.
+    /// Returns the slice's elements `range`, read from the whole tensor.
     fn extract(slice: &Slice, range: Range<usize>, whole: &[usize]) -> Vec<usize> {
         let runs = slice.runs(range);
         runs.iter().flat_map(|run| &whole[run.whole..run.whole + run.len]).copied().collect()
@@ -234,7 +234,7 @@ mod tests {
         assert!(!refused(&[3, 4], &[&[], &[[0, 1], [3, 4]]]));
     }
 
-    /// The positions of the elements of a range of a slice in the tensor.
+    /// Returns the positions of the elements of a range of a slice in the tensor.
     fn positions(slice: &Slice, range: Range<usize>) -> Vec<usize> {
         extract(slice, range, &values(slice.shape()))
     }

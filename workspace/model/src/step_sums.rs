@@ -45,7 +45,7 @@ impl<B: Memory> StepSums<B> {
         Ok(backend.zero(B::whole_mut(&mut self.0))?)
     }
 
-    /// The cross-entropy, `[1]`, and with a teacher the distillation loss, `[2]`.
+    /// Returns the cross-entropy, `[1]`, and with a teacher the distillation loss, `[2]`.
     pub(crate) fn of_head(&mut self, has_teacher: bool) -> B::ViewMut<'_, f64> {
         let end = if has_teacher { DISTILLATION + 1 } else { CROSS_ENTROPY + 1 };
         B::view_mut(&mut self.0, CROSS_ENTROPY..end)
@@ -55,7 +55,7 @@ impl<B: Memory> StepSums<B> {
         self.at(place(loss))
     }
 
-    /// The mutable squared norm of the gradients, `[1]`.
+    /// Returns the mutable squared norm of the gradients, `[1]`.
     pub fn squared_norm_mut(&mut self) -> B::ViewMut<'_, f64> {
         self.at(SQUARED_NORM)
     }

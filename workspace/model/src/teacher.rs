@@ -33,8 +33,8 @@ pub struct Teacher<B: Backend, T: Element> {
 }
 
 impl<B: Backend, T: Element> Teacher<B, T> {
-    /// A teacher for passes of shape `pass`, whose distribution is learned over the first `rows` rows of the vocabulary:
-    /// those that it was trained on.
+    /// Creates a teacher for passes of shape `pass`, whose distribution is learned over the first `rows` rows of the
+    /// vocabulary: those that it was trained on.
     ///
     /// # Errors
     /// Fails if the device is out of memory or there are no such rows.
@@ -49,12 +49,12 @@ impl<B: Backend, T: Element> Teacher<B, T> {
         Ok(Teacher { model, activations, rows, temperature: temperature as f32 })
     }
 
-    /// The model.
+    /// Returns the model.
     pub fn model(&self) -> &Model<B, T> {
         &self.model
     }
 
-    /// The forward pass of a student's micro-batch through one chunk of this rank's part.
+    /// Returns the forward pass of a student's micro-batch through one chunk of this rank's part.
     fn forward_chunk(&mut self, micro_batch: &MicroBatch<B>, chunk: usize) -> Result<()> {
         let Activations { shape, passes, scratch, head, .. } = &mut self.activations;
         let (ids, tokens) = (&micro_batch.ids, micro_batch.tokens(*shape));
@@ -71,7 +71,7 @@ impl<B: Backend, T: Element> Teacher<B, T> {
         Ok(())
     }
 
-    /// The head, and its input in the micro-batch that the last forward pass was of.
+    /// Returns the head, and its input in the micro-batch that the last forward pass was of.
     pub(crate) fn of_head(&self, scale: f32) -> HeadTeacher<'_, B, T> {
         let Activations { shape, scratch, head, .. } = &self.activations;
         let width = self.model.config().hidden_size;
@@ -108,7 +108,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(())
     }
 
-    /// Sizes of the teacher's passes of shape `pass`.
+    /// Returns the sizes of the teacher's passes of shape `pass`.
     pub fn teacher_sizes(&self, pass: PassShape) -> Result<PassSizes<'_>> {
         self.teacher()?.model.pass_sizes(pass)
     }
@@ -117,7 +117,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.teacher.as_deref().ok_or_else(no_teacher)
     }
 
-    /// The teacher's forward pass through one chunk, which precedes the model's own ([`Model::forward_chunk`]).
+    /// Returns the teacher's forward pass through one chunk, which precedes the model's own ([`Model::forward_chunk`]).
     ///
     /// # Errors
     /// As [`Model::forward_chunk`]; fails without a teacher.

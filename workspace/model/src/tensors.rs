@@ -20,24 +20,24 @@ pub const ROUTER: &str = "self_attn.router.weight";
 /// Name of the matrix of a layer's router "two-stage" that weighs shared heads against selected ones, within the layer.
 pub const ROUTER_STAGES: &str = "self_attn.router.stages.weight";
 
-/// The name of a tensor of layer `layer`, from 0, by its name within the layer.
+/// Returns the name of a tensor of layer `layer`, from 0, by its name within the layer.
 pub fn in_layer(layer: usize, name: &str) -> String {
     format!("model.layers.{layer}.{name}")
 }
 
-/// The layer of a tensor, and its name within the layer; `None` of a tensor of no layer.
+/// Returns the layer of a tensor, and its name within the layer; `None` of a tensor of no layer.
 pub fn layer_and_name(tensor: &str) -> Option<(usize, &str)> {
     let (layer, name) = tensor.strip_prefix("model.layers.")?.split_once('.')?;
     Some((layer.parse().ok()?, name))
 }
 
-/// The layer whose output projection a tensor is.
+/// Returns the layer whose output projection a tensor is.
 pub fn layer_of_output_projection(tensor: &str) -> Option<usize> {
     let (layer, name) = layer_and_name(tensor)?;
     (name == OUTPUT_PROJECTION).then_some(layer)
 }
 
-/// Whether the tensor of that name has a row for each token of the vocabulary.
+/// Returns whether the tensor of that name has a row for each token of the vocabulary.
 pub fn has_vocabulary_rows(name: &str) -> bool {
     name == EMBEDDING || name == OUTPUT_HEAD
 }
@@ -54,7 +54,8 @@ pub enum TensorGroup {
 }
 
 impl TensorGroup {
-    /// The group of the tensor of that name. What a block has beside the tensors of its architecture is its router's.
+    /// Returns the group of the tensor of that name. What a block has beside the tensors of its architecture is its
+    /// router's.
     pub fn of(name: &str) -> Self {
         let Some((_, name)) = layer_and_name(name) else { return TensorGroup::Rest };
         match name.split_once('.').unwrap_or((name, "")) {
@@ -114,7 +115,7 @@ struct Place<'a> {
 }
 
 impl<'a> TensorList<'a> {
-    /// An empty list of the tensors of the flat buffer with index `buffer`, of which `share` is
+    /// Creates an empty list of the tensors of the flat buffer with index `buffer`, of which `share` is
     /// local; their names begin with `prefix`.
     pub fn in_buffer(
         buffer: usize,
@@ -126,7 +127,7 @@ impl<'a> TensorList<'a> {
         TensorList { prefix, tensors: Vec::new(), place }
     }
 
-    /// The tensors that `layers` lists, whose ranges are not known.
+    /// Returns the tensors that `layers` lists, whose ranges are not known.
     pub fn tensors_of<L>(
         prefix: &str,
         layers: impl FnOnce(&mut TensorList<'_>) -> L,
@@ -162,7 +163,7 @@ impl<'a> TensorList<'a> {
     }
 }
 
-/// A model's tensors in the order of the forward pass, in which they are also written. A tied model
+/// Returns a model's tensors in the order of the forward pass, in which they are also written. A tied model
 /// has no output head.
 pub fn tensors(config: &ModelConfig) -> Vec<Tensor> {
     let mut tensors = architecture::embedding_tensors(config);
@@ -173,7 +174,7 @@ pub fn tensors(config: &ModelConfig) -> Vec<Tensor> {
     tensors
 }
 
-/// Names and shapes of [`tensors`].
+/// Returns the names and shapes of [`tensors`].
 pub fn tensor_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
     tensors(config).into_iter().map(|Tensor { name, shape, .. }| (name, shape)).collect()
 }

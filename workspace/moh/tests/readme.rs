@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-/// The lines of the example that a reader sees.
+/// Returns the lines of the example that a reader sees.
 fn example(source: &str) -> String {
     let page = source.lines().map_while(|line| line.strip_prefix("//!"));
     let code = page.skip_while(|line| line.trim() != "```").skip(1);

@@ -68,8 +68,8 @@ fn passes(work: &Work, calibration: &CalibrationOptions) -> CalibrationPasses {
     CalibrationPasses::new(sequences, length.max(1))
 }
 
-/// Memory of the host: the heads' outputs, residual streams, of so many tokens together; the sample of a search, twice
-/// while it is built; sums and factors of a fit.
+/// Returns the memory of the host: the heads' outputs, residual streams, of so many tokens together; the sample of a
+/// search, twice while it is built; sums and factors of a fit.
 fn host_bytes([tokens, streams, searched]: [u64; 3], n: u64, m: u64) -> u64 {
     let outputs = tokens.saturating_mul(n).saturating_add(streams.saturating_mul(m));
     let sample = searched.saturating_mul(2 * n + m);
@@ -77,7 +77,7 @@ fn host_bytes([tokens, streams, searched]: [u64; 3], n: u64, m: u64) -> u64 {
     outputs.saturating_add(sample).saturating_mul(F32).saturating_add(fit)
 }
 
-/// Memory of the device: a block and the ends alone in f32, with their passes, and the sums of products.
+/// Returns the memory of the device: a block and the ends alone in f32, with their passes, and the sums of products.
 fn device_bytes(work: &Work, router: RouterKind, passes: &CalibrationPasses) -> Result<u64, Error> {
     if !fits_address_space(work) {
         return Ok(u64::MAX);

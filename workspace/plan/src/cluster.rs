@@ -99,7 +99,7 @@ impl PredictedSpeed {
 }
 
 impl Plan {
-    /// The plan on `ranks` ranks, with times if a hardware profile is given; messages name the
+    /// Returns the plan on `ranks` ranks, with times if a hardware profile is given; messages name the
     /// recipe `path`.
     ///
     /// # Errors

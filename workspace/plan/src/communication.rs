@@ -60,14 +60,14 @@ impl Volume {
         }
     }
 
-    /// An all-reduce of `bytes` in a ring of `ranks`, as one operation.
+    /// Returns an all-reduce of `bytes` in a ring of `ranks`, as one operation.
     fn all_reduce(ranks: usize, bytes: f64) -> Volume {
         Volume { bytes: 2.0 * Volume::ring(ranks, bytes).bytes, ..Volume::ring(ranks, bytes) }
     }
 }
 
 impl Traffic {
-    /// Bytes sent to all groups.
+    /// Returns the bytes sent to all groups.
     pub fn bytes(&self) -> f64 {
         self.data.bytes + self.tensor.bytes + self.pipeline.bytes
     }
@@ -172,7 +172,7 @@ pub(super) fn sends(work: &Work, rank: usize) -> Volume {
     send * work.parts(rank).map(count).sum::<f64>()
 }
 
-/// The all-reduce of a tied head's gradients between the first and last stage, once a step.
+/// Returns the all-reduce of a tied head's gradients between the first and last stage, once a step.
 pub(super) fn tied_head(work: &Work, rank: usize) -> Volume {
     let is_end = work.parts(rank).any(|part| part.first || part.last);
     if !(work.model.tie_word_embeddings && is_end && work.layout.pipeline > 1) {
@@ -182,7 +182,7 @@ pub(super) fn tied_head(work: &Work, rank: usize) -> Volume {
     Volume::all_reduce(2, work.elements.vocabulary as f64 * bytes)
 }
 
-/// The residual stream of a micro-batch.
+/// Returns the residual stream of a micro-batch.
 fn activation_bytes(work: &Work) -> f64 {
     work.tokens() as f64 * work.model.hidden_size as f64 * work.recipe.run.dtype.bytes() as f64
 }

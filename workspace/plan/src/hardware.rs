@@ -111,7 +111,7 @@ impl Hardware {
         }
     }
 
-    /// Keys whose values are out of range.
+    /// Returns the keys whose values are out of range.
     fn faults(&self) -> Vec<KeyFault> {
         let Hardware { device, node, network, .. } = self;
         let (memory, reserved) = (device.memory_bytes, device.reserved_bytes);
@@ -147,18 +147,18 @@ impl Hardware {
         1e12 * self.matmul_tflops(dtype).value
     }
 
-    /// Bytes of memory that are available to a rank.
+    /// Returns the bytes of memory that are available to a rank.
     pub fn usable_bytes(&self) -> u64 {
         self.device.memory_bytes.saturating_sub(self.device.reserved_bytes)
     }
 
-    /// Bytes of memory that a suggested layout may use: 8% of the device's memory stay free.
+    /// Returns the bytes of memory that a suggested layout may use: 8% of the device's memory stay free.
     pub fn suggested_bytes(&self) -> u64 {
         let most = (1.0 - FREE_SHARE) * self.device.memory_bytes as f64;
         self.usable_bytes().min(most as u64)
     }
 
-    /// Seconds in which all nodes of `ranks` ranks write a checkpoint of `bytes`, each rank hashing
+    /// Returns the seconds in which all nodes of `ranks` ranks write a checkpoint of `bytes`, each rank hashing
     /// its part before it writes it; `None` if one of the rates is unknown.
     pub fn checkpoint_seconds(&self, bytes: u64, ranks: usize) -> Option<f64> {
         let (write, hash) = (self.node.filesystem_write_gb_per_s?, self.node.hash_gb_per_s?);
@@ -187,7 +187,7 @@ impl Hardware {
         Some(filesystem_write_gb_per_s?.basis.max(hash_gb_per_s?.basis))
     }
 
-    /// The rates of a plan, each with its name and unit.
+    /// Returns the rates of a plan, each with its name and unit.
     pub(super) fn rates(&self) -> Vec<(&'static str, Rate, &'static str)> {
         let (device, node, network) = (self.device, self.node, self.network);
         let rates = [
@@ -206,12 +206,12 @@ impl Hardware {
         known.collect()
     }
 
-    /// Number of nodes of `ranks` ranks.
+    /// Returns the number of nodes of `ranks` ranks.
     pub fn nodes(&self, ranks: usize) -> usize {
         ranks.div_ceil(self.node.ranks.max(1)).max(1)
     }
 
-    /// Bytes per second that each of `members` ranks, `stride` apart, sends in a ring. Between
+    /// Returns the bytes per second that each of `members` ranks, `stride` apart, sends in a ring. Between
     /// nodes every member has its own link, and a group uses the links of all its members in a
     /// node.
     pub(super) fn ring(&self, members: usize, stride: usize) -> f64 {
@@ -224,7 +224,7 @@ impl Hardware {
         within.min(1e9 * between_nodes_gb_per_s.value * per_node as f64)
     }
 
-    /// Bytes per second of a send between two ranks; between nodes unless all `ranks` are in one
+    /// Returns the bytes per second of a send between two ranks; between nodes unless all `ranks` are in one
     /// node.
     pub(super) fn to_neighbour(&self, ranks: usize) -> f64 {
         let Network { within_node_gb_per_s, between_nodes_gb_per_s, .. } = self.network;
@@ -242,7 +242,7 @@ fn rate(key: &str, rate: Rate) -> Option<KeyFault> {
     within(key, rate.value, 1.0 / MAX_NUMBER..=MAX_NUMBER)
 }
 
-/// The fault of a value out of range; NaN is always out of range.
+/// Returns the fault of a value out of range; NaN is always out of range.
 fn within<T: PartialOrd + Display>(
     key: &str,
     value: T,

@@ -51,7 +51,7 @@ pub struct Suggestion {
 }
 
 impl Suggestion {
-    /// The overrides that select this layout for a recipe's stage.
+    /// Returns the overrides that select this layout for a recipe's stage.
     pub fn overrides(&self, stage: &str) -> String {
         let Layout { tensor, pipeline, virtual_stages, .. } = self.layout;
         format!(
@@ -145,7 +145,7 @@ fn micro_batches(recipe: &Recipe, stage: &Stage) -> impl Iterator<Item = usize> 
     (1..=MAX_SEQUENCES.min(sequences)).filter(divides).map(|count| count as usize)
 }
 
-/// Whether every data rank has a micro-batch, and an interleaved pipeline at least as many as it
+/// Returns whether every data rank has a micro-batch, and an interleaved pipeline at least as many as it
 /// has stages; with fewer its stages would wait.
 fn serves(work: &Work) -> bool {
     let (micro_batches, data) = (work.micro_batches(), work.layout.data as u64);

@@ -115,7 +115,7 @@ impl StagePlan {
 }
 
 impl Plan {
-    /// The plan of `recipe` on `model`, given before its vocabulary grows. Without
+    /// Returns the plan of `recipe` on `model`, given before its vocabulary grows. Without
     /// `model.vocab_size`, the vocabulary is the model's, padded: the tokenizer is not read.
     ///
     /// # Errors
@@ -165,8 +165,8 @@ impl Plan {
 }
 
 impl DiskBytes {
-    /// The disk space of `recipe` on a model with its grown vocabulary, and with the matrices of routers that stages add
-    /// ([`with_all_matrices`]).
+    /// Returns the disk space of `recipe` on a model with its grown vocabulary, and with the matrices of routers that
+    /// stages add ([`with_all_matrices`]).
     pub fn new(recipe: &Recipe, model: &ModelConfig) -> DiskBytes {
         let of = |bytes: usize| model.num_parameters().saturating_mul(bytes as u64);
         let for_good = recipe.num_steps().checked_div(recipe.checkpoint.keep_every).unwrap_or(0);
@@ -178,7 +178,8 @@ impl DiskBytes {
     }
 }
 
-/// The model with the routing of the stage in which it has most tensors: stages add a router's matrices, and remove none.
+/// Returns the model with the routing of the stage in which it has most tensors: stages add a router's matrices, and
+/// remove none.
 pub fn with_all_matrices(recipe: &Recipe, model: &ModelConfig) -> ModelConfig {
     let of_stage = |stage: &Stage| {
         let moh = stage.moh_config(model).ok()??;

@@ -43,12 +43,12 @@ pub struct RankMemory {
 }
 
 impl RankMemory {
-    /// The buffers with a purpose.
+    /// Returns the buffers with a purpose.
     pub fn bytes(&self, purpose: Purpose) -> u64 {
         self.buffers[purpose as usize]
     }
 
-    /// The total in the device's memory.
+    /// Returns the total in the device's memory.
     pub fn total(&self) -> u64 {
         let on_host = match self.device {
             DeviceKind::Cpu => [self.thread_scratch, self.staging],
@@ -57,7 +57,7 @@ impl RankMemory {
         sum([sum(self.buffers), self.messages, self.libraries, sum(on_host)])
     }
 
-    /// Memory of the rank at `place` in `layout` in a stage of `recipe`, on a model with its grown
+    /// Returns the memory of the rank at `place` in `layout` in a stage of `recipe`, on a model with its grown
     /// vocabulary.
     ///
     /// # Errors
@@ -100,7 +100,7 @@ impl RankMemory {
         Ok(fullest.ok_or_else(none)?)
     }
 
-    /// Memory of a rank with this many micro-batches in a step, and with its shard of a part of the
+    /// Returns the memory of a rank with this many micro-batches in a step, and with its shard of a part of the
     /// model.
     fn at(
         work: &Work,
@@ -231,7 +231,7 @@ fn distinct_tensor_ranks(work: &Work) -> Vec<usize> {
     (0..ranks).filter(is_new).collect()
 }
 
-/// A memory that counts as the recipe's device does.
+/// Returns a memory that counts as the recipe's device does.
 pub(crate) fn counting(work: &Work) -> CountingMemory {
     CountingMemory::new(match work.recipe.run.device {
         DeviceKind::Cpu => CountedDevice::Cpu,
@@ -239,7 +239,7 @@ pub(crate) fn counting(work: &Work) -> CountingMemory {
     })
 }
 
-/// Whether every buffer's length fits a `usize`.
+/// Returns whether every buffer's length fits a `usize`.
 pub(crate) fn fits_address_space(work: &Work) -> bool {
     let model = &work.model;
     let [hidden, mlp, heads] =

@@ -19,7 +19,7 @@ pub enum Basis {
 }
 
 impl Basis {
-    /// The word in profiles and plans.
+    /// Returns the word in profiles and plans.
     pub fn name(self) -> &'static str {
         match self {
             Basis::Measured => "measured",
@@ -40,7 +40,7 @@ pub struct Rate {
 }
 
 impl Rate {
-    /// A rate that is an estimate.
+    /// Creates a rate that is an estimate.
     pub fn assumed(value: f64) -> Self {
         Rate { value, basis: Basis::Assumed }
     }

@@ -34,7 +34,7 @@ impl Table<'_, '_> {
         writeln!(self.f, "  {label:<LABEL$}{value:>COLUMN$}")
     }
 
-    /// A row with one value per stage.
+    /// Returns a row with one value per stage.
     fn each<T>(
         &mut self,
         label: &str,
@@ -49,7 +49,7 @@ impl Table<'_, '_> {
         writeln!(self.f, "  {label:<LABEL$}{}{end}", cells.collect::<String>())
     }
 
-    /// A row of bytes, if any stage has some.
+    /// Returns a row of bytes, if any stage has some.
     fn bytes(
         &mut self,
         label: &str,
@@ -370,7 +370,7 @@ fn write_checkpoint(table: &mut Table, seconds: Option<f64>, hardware: &Hardware
     }
 }
 
-/// The end of a row that rests on rates: how they are known.
+/// Returns the end of a row that rests on rates: how they are known.
 fn known(basis: Basis) -> String {
     format!("  {}", basis.name())
 }

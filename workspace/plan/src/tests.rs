@@ -27,7 +27,7 @@ pub(crate) fn small(overrides: &[&str]) -> (Recipe, ModelConfig) {
     grown(SMALL_RECIPE, overrides)
 }
 
-/// The recipe of the paper's run and its model, the vocabulary grown.
+/// Returns the recipe of the paper's run and its model, the vocabulary grown.
 pub(crate) fn llama3_8b(overrides: &[&str]) -> (Recipe, ModelConfig) {
     let config = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/llama3-8b/config.json");
     let config = format!("model.config={config}");
@@ -35,7 +35,7 @@ pub(crate) fn llama3_8b(overrides: &[&str]) -> (Recipe, ModelConfig) {
     grown(include_str!("../../../recipes/moh-llama3-8b.toml"), &overrides)
 }
 
-/// Bytes of weights and the optimiser's state.
+/// Returns the bytes of weights and the optimiser's state.
 fn state(memory: &RankMemory) -> u64 {
     use Purpose::{Gradients, Moments, Remainders, RoundedGradients, Weights};
     let purposes = [Weights, Remainders, Gradients, RoundedGradients, Moments];
@@ -47,7 +47,7 @@ fn plan(overrides: &[&str]) -> Plan {
     Plan::new(&recipe, &model).unwrap()
 }
 
-/// Memory of the fullest of `ranks` ranks in each stage of the 8B recipe.
+/// Returns the memory of the fullest of `ranks` ranks in each stage of the 8B recipe.
 fn on_ranks(overrides: &[&str], ranks: usize) -> Vec<RankMemory> {
     let (recipe, model) = llama3_8b(overrides);
     let path = Path::new("recipe.toml");

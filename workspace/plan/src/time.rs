@@ -37,7 +37,7 @@ struct PassTime {
 const FORWARD: f64 = 1.0 / 3.0;
 
 impl StepTime {
-    /// Seconds of the step.
+    /// Returns the seconds of the step.
     pub fn total(&self) -> f64 {
         let StepTime { compute, tensor, sends, bubble, data, optimizer } = *self;
         compute + tensor + sends + bubble + data + optimizer
@@ -89,7 +89,7 @@ fn seconds(volume: Volume, bytes_per_second: f64, hardware: &Hardware) -> f64 {
     volume.bytes / bytes_per_second + volume.operations * hardware.latency()
 }
 
-/// Seconds of the operators of one micro-batch.
+/// Returns the seconds of the operators of one micro-batch.
 fn compute(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
     let matmul = hardware.matmul(work.recipe.run.dtype);
     let attention = matmul * hardware.device.attention_share.value;
@@ -153,7 +153,7 @@ impl PerToken {
     }
 }
 
-/// The mean of a value of each layer over a rank's blocks.
+/// Returns the mean of a value of each layer over a rank's blocks.
 fn mean(work: &Work, rank: usize, of_layer: impl Fn(usize) -> f64) -> f64 {
     let layers = || work.parts(rank).flat_map(ModelPart::layers);
     layers().map(of_layer).sum::<f64>() / layers().count().max(1) as f64
@@ -164,7 +164,7 @@ fn moved_by_norms(work: &Work) -> f64 {
     2.0 * 2.0 * work.model.hidden_size as f64 / work.layout.tensor.max(1) as f64
 }
 
-/// A rank's widths of query heads, key (or value) heads and the MLP.
+/// Returns a rank's widths of query heads, key (or value) heads and the MLP.
 fn widths(work: &Work) -> [f64; 3] {
     let model = &work.model;
     let widths = [model.query_width(), model.key_value_width(), model.intermediate_size];
@@ -177,7 +177,7 @@ fn numbers_moved_forward(work: &Work) -> f64 {
     moved_by_norms(work) + 2.0 * (q + kv) + 3.0 * i
 }
 
-/// Bytes that norms, RoPE and SwiGLU of a block read and write per token, forward and backward.
+/// Returns the bytes that norms, RoPE and SwiGLU of a block read and write per token, forward and backward.
 fn moved(work: &Work) -> f64 {
     let [q, kv, i] = widths(work);
     let (norms, forward) = (moved_by_norms(work), numbers_moved_forward(work));
@@ -190,7 +190,7 @@ fn moved(work: &Work) -> f64 {
     (forward + backward + again) * work.recipe.run.dtype.bytes() as f64
 }
 
-/// Seconds of exposed data-parallel communication: gradients overlap with the last backward pass,
+/// Returns the seconds of exposed data-parallel communication: gradients overlap with the last backward pass,
 /// weights with the first forward pass.
 fn data(work: &Work, hardware: &Hardware, rank: usize, pass: &PassTime) -> f64 {
     let ring = hardware.ring(work.layout.data, work.layout.tensor);
@@ -206,7 +206,7 @@ fn data(work: &Work, hardware: &Hardware, rank: usize, pass: &PassTime) -> f64 {
         + seconds(communication::tied_head(work, rank), neighbour, hardware)
 }
 
-/// Seconds of the optimiser, which reads and writes its state once.
+/// Returns the seconds of the optimiser, which reads and writes its state once.
 fn optimizer(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
     let precision = &work.recipe.precision;
     let elements = work.rank_elements(rank) as f64;

@@ -76,12 +76,12 @@ pub struct SourceEpochs {
 }
 
 impl SourceEpochs {
-    /// Whether some sequences are read more than once.
+    /// Returns whether some sequences are read more than once.
     pub fn repeats(&self) -> bool {
         self.epochs > 1.0
     }
 
-    /// The warning about a source that repeats.
+    /// Returns the warning about a source that repeats.
     pub fn warning(&self) -> String {
         format!(
             "{} is read {:.2} times: add data, or lower the stages' tokens or the source's weight",
@@ -90,7 +90,7 @@ impl SourceEpochs {
         )
     }
 
-    /// The sources of all stages of `recipe`, whose training data are `data`, each file once.
+    /// Returns the sources of all stages of `recipe`, whose training data are `data`, each file once.
     pub fn of_run(recipe: &Recipe, data: &[TrainingData]) -> Vec<Self> {
         // By number, with the samples drawn by the number of windows, which follows from the sequence length.
         let mut sources: BTreeMap<u64, (Self, BTreeMap<u64, u64>)> = BTreeMap::new();

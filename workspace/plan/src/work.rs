@@ -26,14 +26,14 @@ impl Layout {
     /// A single rank.
     pub const ALONE: Layout = Layout { tensor: 1, data: 1, pipeline: 1, virtual_stages: 1 };
 
-    /// A recipe's parallelism on `ranks` ranks; `None` if `ranks` is not a multiple of it.
+    /// Returns a recipe's parallelism on `ranks` ranks; `None` if `ranks` is not a multiple of it.
     pub fn new(parallel: ParallelOptions, ranks: usize) -> Option<Layout> {
         let ParallelOptions { tensor, pipeline, virtual_stages } = parallel;
         let data = parallel.data_ranks(ranks)?;
         Some(Layout { tensor, data, pipeline, virtual_stages })
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn ranks(&self) -> usize {
         self.tensor.saturating_mul(self.data).saturating_mul(self.pipeline)
     }
@@ -80,7 +80,7 @@ pub(super) struct BlockElements {
 }
 
 impl Elements {
-    /// Elements of the tensors of a model that `ranks` tensor ranks share, on the first rank, which has
+    /// Returns the elements of the tensors of a model that `ranks` tensor ranks share, on the first rank, which has
     /// most of each.
     fn new(model: &ModelConfig, ranks: usize) -> Self {
         let tensor = TensorShare { rank: 0, ranks: ranks.max(1) };
@@ -102,8 +102,8 @@ impl Elements {
     }
 }
 
-/// The routing of a stage, as far as it is known: of shared heads that a calibration chooses, the last ones, whose
-/// tables have the most columns, or none where it chooses their number.
+/// Returns the routing of a stage, as far as it is known: of shared heads that a calibration chooses, the last ones,
+/// whose tables have the most columns, or none where it chooses their number.
 fn largest_routing(
     recipe: &Recipe,
     stage: &Stage,
@@ -134,7 +134,7 @@ fn largest_routing(
 }
 
 impl<'a> Work<'a> {
-    /// The work of `stage` on a model with its grown vocabulary.
+    /// Returns the work of `stage` on a model with its grown vocabulary.
     ///
     /// # Errors
     /// Fails if the layout has more chunks than the model has blocks.
@@ -151,7 +151,7 @@ impl<'a> Work<'a> {
         Ok(Work { layout, parts, elements, ..alone })
     }
 
-    /// The same work on a single rank.
+    /// Returns the same work on a single rank.
     ///
     /// # Errors
     /// Fails if the stage's head counts do not fit the model.
@@ -172,7 +172,7 @@ impl<'a> Work<'a> {
         Ok(Work { recipe, stage, model, teacher, layout, micro_batch, elements, parts })
     }
 
-    /// The chunks of rank `rank` of the pipeline.
+    /// Returns the chunks of rank `rank` of the pipeline.
     pub fn parts(&self, rank: usize) -> impl Iterator<Item = &ModelPart> {
         self.parts.iter().skip(rank).step_by(self.layout.pipeline.max(1))
     }
@@ -195,12 +195,12 @@ impl<'a> Work<'a> {
         self.micro_batches().div_ceil(self.layout.data as u64)
     }
 
-    /// A rank's share of a width of the model that tensor ranks divide.
+    /// Returns a rank's share of a width of the model that tensor ranks divide.
     pub fn share(&self, width: usize) -> f64 {
         width.div_ceil(self.layout.tensor.max(1)) as f64
     }
 
-    /// Elements of all tensors of rank `rank` of the pipeline, with each flat buffer padded to a
+    /// Returns the elements of all tensors of rank `rank` of the pipeline, with each flat buffer padded to a
     /// multiple of the data ranks.
     pub fn rank_elements(&self, rank: usize) -> u128 {
         self.parts(rank).map(|part| self.part_numbers(part)).sum()
@@ -228,7 +228,7 @@ impl<'a> Work<'a> {
     }
 }
 
-/// The settings of the steps of `stage` of `recipe`.
+/// Returns the settings of the steps of `stage` of `recipe`.
 pub fn step_config(recipe: &Recipe, stage: &Stage) -> StepConfig {
     let data = recipe.stage_data(stage);
     let tokens = stage.micro_batch * data.sequence_length;

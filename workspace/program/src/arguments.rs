@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use clap::{Command, Parser};
 
-/// The program's arguments. Errors end the program, as [`Parser::parse`] does.
+/// Returns the program's arguments. Errors end the program, as [`Parser::parse`] does.
 pub fn parse<P: Parser>() -> P {
     let mut command = take_negative_numbers(P::command());
     let mut matches = command.clone().get_matches();
@@ -36,7 +36,7 @@ pub fn only<T: FromStr + Clone + Send + Sync + 'static>(
     move |text| text.parse().ok().filter(accepted).ok_or_else(|| expected.to_owned())
 }
 
-/// A parser of whole numbers from `min` on, whose errors say so.
+/// Returns a parser of whole numbers from `min` on, whose errors say so.
 pub fn at_least<T>(min: T) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static
 where
     T: FromStr + PartialOrd + Display + Clone + Send + Sync + 'static,

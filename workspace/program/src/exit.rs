@@ -166,7 +166,7 @@ fn full_disks_are_errors() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The error and its causes, without causes that an earlier message already quotes.
+/// Returns the error and its causes, without causes that an earlier message already quotes.
 fn sentence(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {

@@ -24,8 +24,8 @@ pub enum Place {
 }
 
 impl Place {
-    /// The place of the model `name`: a run, as `RUN` for its newest good checkpoint or `RUN@STEP`, a directory, or a
-    /// repository of the hub, which is downloaded if necessary.
+    /// Returns the place of the model `name`: a run, as `RUN` for its newest good checkpoint or `RUN@STEP`, a
+    /// directory, or a repository of the hub, which is downloaded if necessary.
     pub fn find(name: &str, revision: Option<&str>) -> anyhow::Result<Self> {
         match RunCheckpoint::from_name(name)? {
             Some(_) if revision.is_some() => {
@@ -58,7 +58,7 @@ impl NamedModel {
         Self::at(name, Place::find(name, revision)?)
     }
 
-    /// The model at a place, which the user names so.
+    /// Returns the model at a place, which the user names so.
     pub fn at(name: &str, place: Place) -> anyhow::Result<Self> {
         let config = match &place {
             Place::Directory(directory) => ConfigFile::read(directory)?.config,
@@ -67,7 +67,7 @@ impl NamedModel {
         Ok(NamedModel { name: name.to_owned(), config, place, tokenizer: OnceLock::new() })
     }
 
-    /// The checkpoint, if the model is one of a run.
+    /// Returns the checkpoint, if the model is one of a run.
     pub fn checkpoint(&self) -> Option<&RunCheckpoint> {
         match &self.place {
             Place::Checkpoint(checkpoint) => Some(checkpoint),
@@ -75,7 +75,7 @@ impl NamedModel {
         }
     }
 
-    /// The directory with the other files of the model.
+    /// Returns the directory with the other files of the model.
     pub fn files(&self) -> PathBuf {
         match &self.place {
             Place::Directory(directory) => directory.clone(),
@@ -83,7 +83,7 @@ impl NamedModel {
         }
     }
 
-    /// The tokenizer, if there is one.
+    /// Returns the tokenizer, if there is one.
     pub fn tokenizer(&self) -> anyhow::Result<Option<&TextTokenizer>> {
         if let Some(known) = self.tokenizer.get() {
             return Ok(known.as_ref());
@@ -99,7 +99,7 @@ impl NamedModel {
         Ok(self.tokenizer.get_or_init(|| found).as_ref())
     }
 
-    /// The tokenizer; an error if there is none.
+    /// Returns the tokenizer; an error if there is none.
     pub fn required_tokenizer(&self) -> anyhow::Result<TextTokenizer> {
         let directory = match &self.place {
             // The error says which files of tokenizers there are.
@@ -162,7 +162,7 @@ impl NamedModel {
     }
 }
 
-/// The directory of a model: itself, or a repository of the hub, downloaded if necessary.
+/// Returns the directory of a model: itself, or a repository of the hub, downloaded if necessary.
 pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     let hub = Hub::from_environment();
     let directory = hub.resolve(FileSet::Model, model, revision, &mut download_bar())?;
@@ -187,7 +187,7 @@ pub fn load_tokenizer(path: &Path) -> anyhow::Result<TextTokenizer> {
     Ok(tokenizer)
 }
 
-/// The `tokenizer.json` of [`named_tokenizer`].
+/// Returns the `tokenizer.json` of [`named_tokenizer`].
 pub fn tokenizer_file(name: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     let path = Path::new(name);
     if path.is_file() {
@@ -224,7 +224,7 @@ pub fn stored(directory: &Path) -> anyhow::Result<StoredModel> {
     Ok(stored)
 }
 
-/// The tokenizer in a model's directory, if it exists.
+/// Returns the tokenizer in a model's directory, if it exists.
 pub fn tokenizer(directory: &Path) -> anyhow::Result<Option<TextTokenizer>> {
     match moh_files::is_file(&directory.join("tokenizer.json"))? {
         true => load_tokenizer(directory).map(Some),
@@ -232,8 +232,8 @@ pub fn tokenizer(directory: &Path) -> anyhow::Result<Option<TextTokenizer>> {
     }
 }
 
-/// The tokenizer in the directory of a model with so many rows; an error if it does not exist. Prints what is to be known
-/// of its files, and of tokens that the model has no rows for.
+/// Returns the tokenizer in the directory of a model with so many rows; an error if it does not exist. Prints what is
+/// to be known of its files, and of tokens that the model has no rows for.
 fn model_tokenizer(directory: &Path, rows: usize) -> anyhow::Result<TextTokenizer> {
     let tokenizer = load_tokenizer(directory)?;
     let ids = rows as u64..tokenizer.vocab_size() as u64;

@@ -6,7 +6,7 @@ use moh_kernels::open_device::{DeviceName, OpenDevice, available_memory};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::{BatchGenerator, BatchOptions, Model, RouterKind};
 
-/// The element types of a model's computation, as values of an option.
+/// Returns the element types of a model's computation, as values of an option.
 pub fn element_types() -> impl TypedValueParser<Value = ElementType> {
     let value = |dtype: ElementType| {
         PossibleValue::new(dtype.name()).alias(dtype.dtype().torch_name()).help(match dtype {
@@ -18,14 +18,14 @@ pub fn element_types() -> impl TypedValueParser<Value = ElementType> {
         .try_map(|name| ElementType::from_name(&name).ok_or("not an element type"))
 }
 
-/// The routers, by their names in `config.json`, as values of an option.
+/// Returns the routers, by their names in `config.json`, as values of an option.
 pub fn routers() -> impl TypedValueParser<Value = RouterKind> {
     PossibleValuesParser::new(RouterKind::NAMES)
         .try_map(|name| RouterKind::from_name(&name).ok_or("not a router"))
 }
 
-/// Sizes of a generator of up to `tokens` tokens. The weights get packed copies unless these would take more than half of
-/// the machine's available memory.
+/// Returns the sizes of a generator of up to `tokens` tokens. The weights get packed copies unless these would take
+/// more than half of the machine's available memory.
 pub fn batch_options<B: Backend, T: Element>(model: &Model<B, T>, tokens: usize) -> BatchOptions {
     let packed = BatchGenerator::packed_bytes(model);
     let pack_weights = available_memory().is_none_or(|available| packed <= available / 2);

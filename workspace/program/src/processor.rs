@@ -3,8 +3,8 @@
 /// By which x86 processors are told apart: the vendor, the family and the model.
 type Signature = (String, u8, u8);
 
-/// The processor's name, without marks, clock and number of cores, and its microarchitecture, or family and model if
-/// that is not known.
+/// Returns the processor's name, without marks, clock and number of cores, and its microarchitecture, or family and
+/// model if that is not known.
 pub fn label() -> String {
     let (name, signature) = identity();
     labelled(short(&name), signature)
@@ -18,7 +18,7 @@ fn labelled(name: String, signature: Option<Signature>) -> String {
     }
 }
 
-/// The name of the processor's design, which a name in a virtual machine often leaves out.
+/// Returns the name of the processor's design, which a name in a virtual machine often leaves out.
 ///
 /// AMD's by Linux 6.11 (`bsp_init_amd` in arch/x86/kernel/cpu/amd.c), Intel's servers by
 /// arch/x86/include/asm/intel-family.h.
@@ -48,13 +48,13 @@ fn identity() -> (String, Option<Signature>) {
     (name.unwrap_or_default(), signature)
 }
 
-/// The architecture: elsewhere programs cannot ask the processor for its name.
+/// Returns the architecture: elsewhere programs cannot ask the processor for its name.
 #[cfg(not(target_arch = "x86_64"))]
 fn identity() -> (String, Option<Signature>) {
     (std::env::consts::ARCH.to_owned(), None)
 }
 
-/// A processor's name without marks, clock, number of cores and the words that all of them have.
+/// Returns a processor's name without marks, clock, number of cores and the words that all of them have.
 fn short(name: &str) -> String {
     let name = name.split(" @ ").next().unwrap_or_default();
     let name = ["(R)", "(r)", "(TM)", "(tm)"]

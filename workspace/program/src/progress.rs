@@ -27,12 +27,12 @@ pub struct Bar {
     printed: Instant,
 }
 
-/// A share of bytes, as in `1.00 KiB of 2.00 KiB`.
+/// Returns a share of bytes, as in `1.00 KiB of 2.00 KiB`.
 pub fn of_bytes(done: u64, total: u64) -> String {
     format!("{} of {}", HumanBytes(done), HumanBytes(total))
 }
 
-/// A rate of items: `7/s`, or `12.3 s each` for less than one a second.
+/// Returns a rate of items: `7/s`, or `12.3 s each` for less than one a second.
 pub fn rate_of_items(per_second: f64) -> String {
     match per_second {
         rate if rate > 0.0 && rate < 1.0 => format!("{:.1} s each", 1.0 / rate),
@@ -40,13 +40,13 @@ pub fn rate_of_items(per_second: f64) -> String {
     }
 }
 
-/// The time that `left` more items take at this rate: `, 2m left`; empty if it is not known.
+/// Returns the time that `left` more items take at this rate: `, 2m left`; empty if it is not known.
 pub fn time_left(left: u64, per_second: f64) -> String {
     let time = Duration::try_from_secs_f64(left as f64 / per_second);
     time.map_or(String::new(), |time| format!(", {:#} left", HumanDuration(time)))
 }
 
-/// Whether standard error is a terminal that can redraw a line; on others indicatif shows nothing.
+/// Returns whether standard error is a terminal that can redraw a line; on others indicatif shows nothing.
 pub fn draws_bars() -> bool {
     stderr().is_terminal() && redraws(std::env::var_os("TERM").as_deref())
 }

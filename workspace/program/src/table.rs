@@ -2,7 +2,8 @@
 
 use comfy_table::{CellAlignment, Row, Table, presets};
 
-/// Rows below a header as lines, their columns two spaces apart: those of `left` to the left, the others to the right.
+/// Returns the rows below a header as lines, their columns two spaces apart: those of `left` to the left, the others to
+/// the right.
 pub fn aligned<R: Into<Row>>(
     header: impl Into<Row>,
     rows: impl IntoIterator<Item = R>,

@@ -2,7 +2,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// A moment in UTC, in whole seconds.
+/// Returns a moment in UTC, in whole seconds.
 pub fn utc(moment: SystemTime) -> String {
     let seconds = moment.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let (mut year, mut day) = (1970, seconds / 86_400);

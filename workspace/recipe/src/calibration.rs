@@ -32,17 +32,17 @@ impl Default for CalibrationOptions {
 }
 
 impl CalibrationOptions {
-    /// Whether it chooses the shared heads.
+    /// Returns whether it chooses the shared heads.
     pub fn chooses_heads(&self) -> bool {
         self.shared != SharedChoice::Given
     }
 
-    /// Whether it chooses how many heads are shared.
+    /// Returns whether it chooses how many heads are shared.
     pub fn chooses_numbers(&self) -> bool {
         self.shared == SharedChoice::CalibratedNumber
     }
 
-    /// Sequences of `length` tokens that are measured.
+    /// Returns the sequences of `length` tokens that are measured.
     pub fn sequences(&self, length: usize) -> u64 {
         self.tokens / (length as u64).max(1)
     }
@@ -57,8 +57,8 @@ impl Stage {
 }
 
 impl Recipe {
-    /// The stage whose calibration has chosen the shared heads of the stage `index`: itself, or one before it, after
-    /// which every stage has kept them.
+    /// Returns the stage whose calibration has chosen the shared heads of the stage `index`: itself, or one before it,
+    /// after which every stage has kept them.
     pub fn calibrated_stage(&self, index: usize) -> Option<&Stage> {
         for stage in self.stages.get(..=index)?.iter().rev() {
             let moh = stage.moh.as_ref().filter(|_| stage.attention == AttentionKind::Moh)?;
@@ -72,7 +72,7 @@ impl Recipe {
         None
     }
 
-    /// Whether one of the first `stages` stages has refitted output projections.
+    /// Returns whether one of the first `stages` stages has refitted output projections.
     pub fn has_refitted(&self, stages: usize) -> bool {
         let begun = self.stages.iter().take(stages);
         begun.filter_map(Stage::calibration).any(|calibration| calibration.refit)

@@ -32,7 +32,7 @@ fn one() -> f64 {
 }
 
 impl DistillOptions {
-    /// Whether the teacher is the run's own model as it was loaded.
+    /// Returns whether the teacher is the run's own model as it was loaded.
     pub fn is_start(&self) -> bool {
         self.teacher == START
     }
@@ -45,7 +45,7 @@ impl Stage {
         Some(Distillation { weight, cross_entropy, temperature })
     }
 
-    /// The key of the stage's teacher.
+    /// Returns the key of the stage's teacher.
     pub fn teacher_key(&self) -> String {
         format!("stage.{}.distill.teacher", self.name)
     }

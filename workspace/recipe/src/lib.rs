@@ -357,12 +357,12 @@ impl Recipe {
         refuse(validate::model_faults(self, model), path)
     }
 
-    /// The recipe as a TOML table.
+    /// Returns the recipe as a TOML table.
     pub fn to_value(&self) -> Result<Value, Error> {
         Value::try_from(self).map_err(|error| unwritable(&error))
     }
 
-    /// The recipe as TOML, with all known defaults filled in; [`Recipe::load`] reads it back
+    /// Returns the recipe as TOML, with all known defaults filled in; [`Recipe::load`] reads it back
     /// unchanged.
     ///
     /// # Errors
@@ -386,7 +386,7 @@ impl Recipe {
     }
 }
 
-/// The error for these faults of the recipe at `path`, if there are any.
+/// Returns the error for these faults of the recipe at `path`, if there are any.
 fn refuse(faults: Vec<KeyFault>, path: &Path) -> Result<(), Error> {
     match faults.is_empty() {
         true => Ok(()),

@@ -17,7 +17,7 @@ const MAX_DEPTH: usize = 16;
 pub struct Lines(BTreeMap<String, usize>);
 
 impl Lines {
-    /// The lines of `text`; none if it is not TOML.
+    /// Returns the lines of `text`; none if it is not TOML.
     pub fn new(text: &str) -> Self {
         let mut lines = Lines::default();
         if let Ok(table) = DeTable::parse(text) {
@@ -28,12 +28,12 @@ impl Lines {
         lines
     }
 
-    /// Whether the file has `key`.
+    /// Returns whether the file has `key`.
     pub fn has(&self, key: &str) -> bool {
         self.0.contains_key(key)
     }
 
-    /// The line, from 1, of `key`, or else of the innermost table around it that the file has.
+    /// Returns the line, from 1, of `key`, or else of the innermost table around it that the file has.
     pub fn line(&self, key: &str) -> Option<usize> {
         let mut key = key;
         loop {

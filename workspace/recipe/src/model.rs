@@ -208,7 +208,7 @@ impl ModelOptions {
 }
 
 impl NewModel {
-    /// The configuration of the new model, as its `config.json` would have it; messages name it
+    /// Returns the configuration of the new model, as its `config.json` would have it; messages name it
     /// `path`.
     ///
     /// # Errors
@@ -233,7 +233,7 @@ impl NewModel {
 }
 
 impl Recipe {
-    /// The shape of the initial model, before its vocabulary is padded, from `[model.new]`, `config` or
+    /// Returns the shape of the initial model, before its vocabulary is padded, from `[model.new]`, `config` or
     /// the model directory `from`; `None` for a repository of the hub. Messages name the recipe `path`. A run in
     /// `from` is not looked into.
     pub fn model_config(&self, path: &Path) -> Result<Option<ModelConfig>, Error> {

@@ -12,7 +12,7 @@ const MAX_NAME: usize = 64;
 /// The component of a known path that stands for any element of a list.
 pub(super) const ANY: &str = "*";
 
-/// The known path nearest to the unknown path `found`, if any is near enough. An element of a list
+/// Returns the known path nearest to the unknown path `found`, if any is near enough. An element of a list
 /// is named as in `found`.
 pub(super) fn nearest_path(found: &str, known: &[String]) -> Option<String> {
     let found: Vec<&str> = found.split('.').collect();
@@ -26,7 +26,7 @@ pub(super) fn nearest_path(found: &str, known: &[String]) -> Option<String> {
     Some(named.collect::<Vec<_>>().join("."))
 }
 
-/// The name most similar to `found`, if any is similar enough.
+/// Returns the name most similar to `found`, if any is similar enough.
 pub(super) fn nearest_name<'a>(
     found: &str,
     names: impl IntoIterator<Item = &'a str>,
@@ -34,13 +34,13 @@ pub(super) fn nearest_name<'a>(
     cheapest(names.into_iter().map(|name| (name_cost(found, name), name))).map(|(_, name)| name)
 }
 
-/// The candidate of the smallest cost, the first of equal ones.
+/// Returns the candidate of the smallest cost, the first of equal ones.
 fn cheapest<T>(candidates: impl Iterator<Item = (f64, T)>) -> Option<(f64, T)> {
     let useful = candidates.filter(|(cost, _)| *cost <= MAX_COST);
     useful.min_by(|a, b| a.0.total_cmp(&b.0))
 }
 
-/// The cost of two paths: the costs of their last components and of the tables around them.
+/// Returns the cost of two paths: the costs of their last components and of the tables around them.
 fn path_cost(found: &[&str], known: &[&str]) -> f64 {
     match (found.split_last(), known.split_last()) {
         (Some((name, found)), Some((key, known))) => {
@@ -50,7 +50,7 @@ fn path_cost(found: &[&str], known: &[&str]) -> f64 {
     }
 }
 
-/// The cost of the tables that only one of two paths has: those between their common first and last ones.
+/// Returns the cost of the tables that only one of two paths has: those between their common first and last ones.
 fn tables_cost(found: &[&str], known: &[&str]) -> f64 {
     let same = |(found, known): &(&&str, &&str)| found == known || **known == ANY;
     let first = found.iter().zip(known).take_while(same).count();
@@ -59,7 +59,7 @@ fn tables_cost(found: &[&str], known: &[&str]) -> f64 {
     (found.len() + known.len() - 2 * last) as f64 * MISSING_COMPONENT
 }
 
-/// The edits from one name to the other, as a fraction of the longer one's length.
+/// Returns the edits from one name to the other, as a fraction of the longer one's length.
 fn name_cost(found: &str, known: &str) -> f64 {
     if found.len() > MAX_NAME {
         return f64::INFINITY;

@@ -64,19 +64,19 @@ pub(super) struct Node<'de, 'p> {
 }
 
 impl<'de, 'p> Node<'de, 'p> {
-    /// The outermost value.
+    /// Returns the outermost value.
     pub(super) fn root(value: Option<&'de Value>, context: &'p Context<'p>) -> Self {
         Node { value, path: String::new(), context }
     }
 
-    /// An entry of this table or an element of this list.
+    /// Returns an entry of this table or an element of this list.
     fn child(&self, key: &str, value: Option<&'de Value>) -> Self {
         let path = join(&self.path, key);
         let value = value.filter(|_| !self.context.stand_ins.contains(&path));
         Node { value, path, context: self.context }
     }
 
-    /// The entries of `table`, those of the fields `known` alone, with stand-ins for missing keys.
+    /// Returns the entries of `table`, those of the fields `known` alone, with stand-ins for missing keys.
     fn entries(&self, table: &'de Table, known: Option<&[&str]>) -> Vec<(String, Self)> {
         let is_known = |key: &str| known.is_none_or(|known| known.contains(&key));
         let missing = self.context.stand_ins.iter().filter_map(|path| {

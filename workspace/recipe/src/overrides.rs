@@ -24,7 +24,7 @@ pub struct Origins<'a> {
 }
 
 impl<'a> Origins<'a> {
-    /// The origins of the values in the file `path`, whose keys are on these `lines`.
+    /// Returns the origins of the values in the file `path`, whose keys are on these `lines`.
     pub fn new(path: &'a Path, lines: Lines) -> Self {
         Origins { path, lines, overridden: BTreeMap::new() }
     }
@@ -68,7 +68,7 @@ impl<'a> Origins<'a> {
         faults
     }
 
-    /// Names the origin of each fault, and sorts them by line; those of overrides come last.
+    /// Returns the names the origin of each fault, and sorts them by line; those of overrides come last.
     pub fn name(&self, mut faults: Vec<KeyFault>) -> Vec<KeyFault> {
         for fault in &mut faults {
             if let Some((key, given)) = self.override_of(&fault.key) {
@@ -92,25 +92,25 @@ impl<'a> Origins<'a> {
         faults
     }
 
-    /// Whether an override has set `key`, a table around it, or, where the file has no such key, one in it.
+    /// Returns whether an override has set `key`, a table around it, or, where the file has no such key, one in it.
     fn is_of_override(&self, key: &str) -> bool {
         let has_set_within = || self.overridden.keys().any(|overridden| is_below(overridden, key));
         self.override_of(key).is_some() || (!self.lines.has(key) && has_set_within())
     }
 
-    /// The override that has set `key` or a table around it.
+    /// Returns the override that has set `key` or a table around it.
     fn override_of(&self, key: &str) -> Option<(&String, &String)> {
         self.overridden.iter().find(|(overridden, _)| is_below(key, overridden))
     }
 }
 
-/// Whether `key` is `table` or below it.
+/// Returns whether `key` is `table` or below it.
 pub fn is_below(key: &str, table: &str) -> bool {
     let rest = key.strip_prefix(table);
     rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
-/// The value as TOML, or as a string if it is not TOML (a path, a name) or if the key `is_text`; a string in
+/// Returns the value as TOML, or as a string if it is not TOML (a path, a name) or if the key `is_text`; a string in
 /// quotes loses them in either case.
 fn parse_value(text: &str, is_text: bool) -> Value {
     match text.parse() {

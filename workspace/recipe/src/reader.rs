@@ -109,7 +109,7 @@ impl KnownKeys {
     }
 }
 
-/// The keys that a `T` can have: those that it asks a stand-in for, so the structs are the only schema.
+/// Returns the keys that a `T` can have: those that it asks a stand-in for, so the structs are the only schema.
 pub(super) fn known_keys<'de, T: Deserialize<'de>>() -> KnownKeys {
     let stand_ins = BTreeSet::new();
     let context = Context::new(&stand_ins);
@@ -118,7 +118,7 @@ pub(super) fn known_keys<'de, T: Deserialize<'de>>() -> KnownKeys {
     context.into_found().known
 }
 
-/// The path component of a list's element: its name if it has one, or else its index from 0.
+/// Returns the path component of a list's element: its name if it has one, or else its index from 0.
 pub fn element_name(value: &Value, index: usize) -> String {
     match value.get("name").and_then(Value::as_str) {
         Some(name) if !name.is_empty() => name.to_string(),

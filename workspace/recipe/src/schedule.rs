@@ -23,7 +23,7 @@ impl Schedule {
         Schedule { rates, steps }
     }
 
-    /// The learning rate of `step`, counted from 1 within the stage; later steps have the last
+    /// Returns the learning rate of `step`, counted from 1 within the stage; later steps have the last
     /// step's rate.
     pub fn learning_rate(&self, step: u64) -> f64 {
         let LearningRateOptions { max, min, warmup_steps, decay, decay_steps } = self.rates;

@@ -2,14 +2,14 @@
 
 use std::path::Path;
 
-/// The command that trains the recipe at `path` with `overrides`.
+/// Returns the command that trains the recipe at `path` with `overrides`.
 pub fn command<'a>(path: &Path, overrides: impl IntoIterator<Item = &'a String>) -> String {
     let sets = overrides.into_iter().map(|text| format!(" --set {}", shell_word(text)));
     let path = shell_word(&path.to_string_lossy());
     format!("moh-train --recipe {path}{}", sets.collect::<String>())
 }
 
-/// A word of a command as the shell reads it back, in quotes if it needs them.
+/// Returns a word of a command as the shell reads it back, in quotes if it needs them.
 pub fn shell_word(word: &str) -> String {
     // `shlex` would quote each `=`, which means nothing within a word.
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:@,+=".contains(c);

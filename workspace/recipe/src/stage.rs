@@ -100,7 +100,7 @@ impl MohOptions {
         self.shared_heads = self.shared_head_ids.is_none().then(|| shared.counts());
     }
 
-    /// The weight of each auxiliary loss of routers: the key of its name and `_weight`.
+    /// Returns the weight of each auxiliary loss of routers: the key of its name and `_weight`.
     pub fn auxiliary_weights(&self) -> AuxiliaryLosses<f64> {
         AuxiliaryLosses::new(|loss| match loss {
             AuxiliaryLoss::Balance => self.balance_loss_weight,
@@ -110,8 +110,8 @@ impl MohOptions {
     }
 }
 
-/// The heads that keys ask for; shared ones by their ids or by their numbers. Fails for ids that are no set of a
-/// layer's heads.
+/// Returns the heads that keys ask for; shared ones by their ids or by their numbers. Fails for ids that are no set of
+/// a layer's heads.
 pub(crate) fn head_request(
     router: Option<RouterKind>,
     shared_heads: Option<HeadCounts>,
@@ -163,7 +163,7 @@ pub enum Decay {
 }
 
 impl Decay {
-    /// Whether it ends at `min` after a number of steps, which may be given.
+    /// Returns whether it ends at `min` after a number of steps, which may be given.
     pub(crate) fn has_end(self) -> bool {
         match self {
             Decay::Cosine | Decay::Linear | Decay::Sqrt => true,
@@ -210,7 +210,7 @@ impl Stage {
         tokens.div_ceil(self.batch_tokens.max(1))
     }
 
-    /// The learning rates of the stage's steps.
+    /// Returns the learning rates of the stage's steps.
     pub fn schedule(&self) -> crate::Schedule {
         crate::Schedule::new(self.learning_rate, self.num_steps())
     }

@@ -41,19 +41,19 @@ pub struct StageData<'a> {
 }
 
 impl StageData<'_> {
-    /// Whether both have the same samples, so that one stage continues those of the other.
+    /// Returns whether both have the same samples, so that one stage continues those of the other.
     pub fn has_samples_of(&self, other: &Self) -> bool {
         self.visits_windows_of(other) && self.sources == other.sources
     }
 
-    /// Whether both divide a file into the same windows, and visit these in the same order.
+    /// Returns whether both divide a file into the same windows, and visit these in the same order.
     pub fn visits_windows_of(&self, other: &Self) -> bool {
         (self.sequence_length, self.order) == (other.sequence_length, other.order)
     }
 }
 
 impl Stage {
-    /// The full key of the stage's `sequence_length`, `order` or `sources`: its own, or the run's.
+    /// Returns the full key of the stage's `sequence_length`, `order` or `sources`: its own, or the run's.
     pub fn data_key(&self, key: &str) -> String {
         let own = self.data.as_ref().is_some_and(|own| match key {
             "sequence_length" => own.sequence_length.is_some(),
@@ -66,7 +66,7 @@ impl Stage {
 }
 
 impl Recipe {
-    /// The training data of `stage`.
+    /// Returns the training data of `stage`.
     pub fn stage_data<'a>(&'a self, stage: &'a Stage) -> StageData<'a> {
         let (run, own) = (&self.data, stage.data.as_ref());
         StageData {
@@ -77,7 +77,7 @@ impl Recipe {
         }
     }
 
-    /// The tokens of the longest sequence, of training or validation.
+    /// Returns the tokens of the longest sequence, of training or validation.
     pub fn longest_sequence(&self) -> usize {
         let lengths = self.stages.iter().map(|stage| self.stage_data(stage).sequence_length);
         lengths.fold(self.data.sequence_length, usize::max)
@@ -93,7 +93,7 @@ impl Recipe {
         stage.num_steps().saturating_mul(self.batch_sequences(stage))
     }
 
-    /// The numbers of each stage's token files, which are equal for equal paths. Those of the run's sources are
+    /// Returns the numbers of each stage's token files, which are equal for equal paths. Those of the run's sources are
     /// their indices; later stages change none of earlier ones.
     pub fn file_numbers<'a>(&'a self) -> Vec<Vec<u64>> {
         // The path, and how many sources of the mixture before it have the same: those are other files.
@@ -126,7 +126,7 @@ mod tests {
                        sequence_length = 64\norder = \"sequential\"\n[[stage.data.sources]]\n\
                        path = \"data/c\"\n[[stage.data.sources]]\npath = \"data/a\"\n";
 
-    /// The small recipe whose second stage has data of its own.
+    /// Returns the small recipe whose second stage has data of its own.
     fn own() -> String {
         let (before, _) = SMALL_RECIPE.rsplit_once("learning_rate").unwrap();
         format!("{before}{OWN}")

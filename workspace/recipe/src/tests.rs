@@ -33,7 +33,7 @@ pub(super) fn refuses(overrides: &[&str], expected: &str) -> String {
     refuses_text(SMALL_RECIPE, overrides, expected)
 }
 
-/// The same of the recipe `text`.
+/// Returns the same of the recipe `text`.
 #[track_caller]
 pub(super) fn refuses_text(text: &str, overrides: &[&str], expected: &str) -> String {
     let message = refused(text, overrides);

@@ -58,13 +58,13 @@ impl Faults<'_> {
         }
     }
 
-    /// Whether the value of `key` was read. A check of two keys asks for the other one.
+    /// Returns whether the value of `key` was read. A check of two keys asks for the other one.
     fn is_known(&self, key: &str) -> bool {
         let mut stand_ins = self.stand_ins.into_iter().flatten();
         !stand_ins.any(|stand_in| is_below(key, stand_in))
     }
 
-    /// Whether a table was read in full.
+    /// Returns whether a table was read in full.
     fn is_complete(&self, table: &str) -> bool {
         let mut stand_ins = self.stand_ins.into_iter().flatten();
         self.is_known(table) && !stand_ins.any(|stand_in| is_below(stand_in, table))
@@ -364,7 +364,7 @@ fn check_stages(faults: &mut Faults, recipe: &Recipe) {
     }
 }
 
-/// The full key of a stage's key.
+/// Returns the full key of a stage's key.
 pub(super) fn stage_key(stage: &Stage, key: &str) -> String {
     let name = if stage.name.is_empty() { "?" } else { &stage.name };
     format!("stage.{name}.{key}")

@@ -29,7 +29,7 @@ fn default_name() -> String {
     DEFAULT_NAME.to_owned()
 }
 
-/// The key of set `set` of `sets` in a recipe.
+/// Returns the key of set `set` of `sets` in a recipe.
 pub fn key(sets: &[ValidationSet], set: &ValidationSet) -> String {
     match sets {
         [only] if only.name == DEFAULT_NAME => "data.validation".to_owned(),

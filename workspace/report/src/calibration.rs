@@ -10,7 +10,7 @@ use super::routing::by_layer;
 use crate::chart::{Line, LineChart, Look};
 use crate::run_log::RunLog;
 
-/// The section; nothing for runs that have not calibrated a stage.
+/// Returns the section; nothing for runs that have not calibrated a stage.
 pub(super) fn section(logs: &[RunLog]) -> Markup {
     let has = |log: &&RunLog| !log.summary.calibrations.is_empty();
     html! {

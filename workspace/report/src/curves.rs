@@ -24,13 +24,13 @@ struct Quantity {
     value: Box<StepValue>,
 }
 
-/// The name of an auxiliary loss with spaces and a capital.
+/// Returns the name of an auxiliary loss with spaces and a capital.
 fn title(loss: AuxiliaryLoss) -> String {
     let (first, others) = loss.name().split_at(1);
     first.to_uppercase() + &others.replace('_', " ")
 }
 
-/// The end of a name, which tells paths apart, at the length of a label.
+/// Returns the end of a name, which tells paths apart, at the length of a label.
 pub(super) fn label(name: &str) -> String {
     let reversed = |text: &str| text.chars().rev().collect::<String>();
     reversed(&shorten(&reversed(name), NAME_CHARACTERS))
@@ -46,7 +46,7 @@ pub(super) fn losses(logs: &[RunLog]) -> Markup {
     }
 }
 
-/// The other quantities that any run has.
+/// Returns the other quantities that any run has.
 pub(super) fn quantities(logs: &[RunLog]) -> Markup {
     let quantities = Quantity::all();
     let charts = quantities.iter().map(|quantity| (quantity.chart(logs), quantity));
@@ -60,13 +60,13 @@ pub(super) fn quantities(logs: &[RunLog]) -> Markup {
 }
 
 impl Quantity {
-    /// A measured quantity.
+    /// Returns a measured quantity.
     fn new(title: &str, unit: &'static str, value: impl Fn(&Step) -> f64 + 'static) -> Self {
         let (title, value) = (title.to_owned(), Box::new(value));
         Quantity { title, unit, from_zero: true, is_planned: false, log_values: false, value }
     }
 
-    /// The quantities that have a chart: the auxiliary losses, then what every run has.
+    /// Returns the quantities that have a chart: the auxiliary losses, then what every run has.
     fn all() -> Vec<Self> {
         let auxiliary = AuxiliaryLoss::ALL.map(|loss| {
             let value = move |step: &Step| step.auxiliary[loss];
@@ -95,7 +95,7 @@ impl Quantity {
         LineChart { all_seen: self.is_planned, ..chart }
     }
 
-    /// The curves of a run: of several long ones the means alone, as their backgrounds would cover each other.
+    /// Returns the curves of a run: of several long ones the means alone, as their backgrounds would cover each other.
     fn lines(&self, look: Look, log: &RunLog, compares: bool) -> Vec<Line> {
         let label = label(&log.name);
         match self.is_planned {
@@ -112,13 +112,13 @@ fn training_losses(logs: &[RunLog]) -> LineChart {
     over_tokens(logs, "Training loss", "cross-entropy, nats per token", lines.collect(), false)
 }
 
-/// A quantity of a run without its noise.
+/// Returns a quantity of a run without its noise.
 fn smooth(log: &RunLog, label: String, look: Look, value: &StepValue) -> Line {
     let points = smoothed(log, value).unwrap_or_else(|| log.steps.curve(value));
     Line { label, points, look }
 }
 
-/// The losses of several runs on each validation set that any of them has.
+/// Returns the losses of several runs on each validation set that any of them has.
 fn validation_losses(logs: &[RunLog]) -> Vec<LineChart> {
     let of_runs: Vec<_> = logs.iter().map(RunLog::validation).collect();
     let names: BTreeSet<&str> = of_runs.iter().flatten().map(|(name, _)| name.as_str()).collect();
@@ -139,12 +139,13 @@ fn validation_losses(logs: &[RunLog]) -> Vec<LineChart> {
     names.into_iter().map(chart).collect()
 }
 
-/// The runs with their looks, the same in all charts.
+/// Returns the runs with their looks, the same in all charts.
 pub(super) fn each(logs: &[RunLog]) -> impl Iterator<Item = (Look, &RunLog)> {
     logs.iter().enumerate().map(|(index, log)| (Look::nth(index), log))
 }
 
-/// The label and the look of curve `place` of a run, of the validation set `set`; with the run's name if there are several.
+/// Returns the label and the look of curve `place` of a run, of the validation set `set`; with the run's name if there
+/// are several.
 pub(super) fn series(
     logs: &[RunLog],
     log: &RunLog,
@@ -158,7 +159,7 @@ pub(super) fn series(
     }
 }
 
-/// A chart of `lines` over the tokens of runs, with a title and a unit.
+/// Returns a chart of `lines` over the tokens of runs, with a title and a unit.
 pub(super) fn over_tokens(
     logs: &[RunLog],
     title: &str,
@@ -184,7 +185,7 @@ pub(super) fn over_tokens(
     }
 }
 
-/// The marks that all runs share, by stage and place; all of a single run.
+/// Returns the marks that all runs share, by stage and place; all of a single run.
 fn common_marks(logs: &[RunLog]) -> Vec<Mark> {
     let Some((first, others)) = logs.split_first() else { return Vec::new() };
     // The name alone: runs may convert to different heads.

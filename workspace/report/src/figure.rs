@@ -21,7 +21,7 @@ const AXES: [(&str, &str); 3] = [
     ("log-both", "logarithmic tokens, losses and norms"),
 ];
 
-/// The choice of the axes, for all charts over tokens.
+/// Returns the choice of the axes, for all charts over tokens.
 pub(super) fn axes() -> Markup {
     html! {
         fieldset class="axes" {
@@ -36,8 +36,8 @@ pub(super) fn axes() -> Markup {
     }
 }
 
-/// A chart over tokens across the page, for each choice of the axes: two drawings, of which the style shows the one
-/// that fits.
+/// Returns a chart over tokens across the page, for each choice of the axes: two drawings, of which the style shows the
+/// one that fits.
 pub(super) fn wide(chart: &LineChart) -> Markup {
     let drawn = |chart: &LineChart| {
         html! {
@@ -55,8 +55,8 @@ pub(super) fn wide(chart: &LineChart) -> Markup {
     }
 }
 
-/// A chart over tokens beside others, for each choice of the axes that changes it: the values are logarithmic if
-/// `log_values` and so chosen.
+/// Returns a chart over tokens beside others, for each choice of the axes that changes it: the values are logarithmic
+/// if `log_values` and so chosen.
 pub(super) fn panel_over_tokens(chart: &LineChart, log_values: bool) -> Markup {
     let drawn = |class: &str, log_across, log_values| {
         html! { div class=(class) { (with_axes(chart, log_across, log_values).draw(PANEL)) } }
@@ -83,7 +83,7 @@ pub(super) fn panel(chart: &LineChart) -> Markup {
     html! { figure { (caption(&chart.title, &chart.unit)) (key(chart)) (chart.draw(PANEL)) } }
 }
 
-/// A map beside others.
+/// Returns a map beside others.
 pub(super) fn map(map: &HeatMap) -> Markup {
     html! {
         figure {
@@ -103,7 +103,7 @@ pub(super) fn caption(title: &str, unit: &str) -> Markup {
     }
 }
 
-/// The curves' labels with a piece of each, if the chart needs them.
+/// Returns the curves' labels with a piece of each, if the chart needs them.
 fn key(chart: &LineChart) -> Markup {
     html! {
         @if chart.needs_labels() {

@@ -8,7 +8,7 @@ use moh_program::counted;
 /// Steps that the table lists; the charts show the others.
 const LISTED: usize = 50;
 
-/// The section; nothing for runs without such steps.
+/// Returns the section; nothing for runs without such steps.
 pub(super) fn section(logs: &[RunLog]) -> Markup {
     let affected: Vec<&RunLog> = logs.iter().filter(|log| !log.steps.skipped.is_empty()).collect();
     html! {

@@ -33,7 +33,7 @@ pub(super) fn loss_chart(log: &RunLog) -> LineChart {
     }
 }
 
-/// A quantity of each step: of a long run, its means over a faint curve of all steps.
+/// Returns a quantity of each step: of a long run, its means over a faint curve of all steps.
 pub(super) fn over_steps(log: &RunLog, label: &str, look: Look, value: &StepValue) -> Vec<Line> {
     let points = log.steps.curve(value);
     let label = label.to_owned();
@@ -70,7 +70,7 @@ pub(super) fn marks(log: &RunLog) -> Vec<Mark> {
     log.steps.stages.iter().map(start).collect()
 }
 
-/// The losses on a set after conversions, which the chart is there to show.
+/// Returns the losses on a set after conversions, which the chart is there to show.
 pub(super) fn converted(log: &RunLog, set: &str) -> Vec<f64> {
     let is_its =
         |evaluation: &Evaluation| evaluation.set.as_deref().unwrap_or(&log.first_set) == set;
@@ -82,7 +82,7 @@ pub(super) fn converted(log: &RunLog, set: &str) -> Vec<f64> {
     log.summary.evaluations.iter().filter_map(loss).collect()
 }
 
-/// A stage with the attention to which it converts.
+/// Returns a stage with the attention to which it converts.
 fn stage_label(log: &RunLog, name: &str) -> String {
     let converted =
         log.summary.evaluations.iter().find_map(|evaluation| match &evaluation.moment {
@@ -105,7 +105,7 @@ pub(super) fn skipped(log: &RunLog) -> Vec<f64> {
     steps.map(|step| step.tokens).collect()
 }
 
-/// The first and last values of curves in words.
+/// Returns the first and last values of curves in words.
 pub(super) fn describe(lines: &[Line]) -> String {
     let described = lines.iter().filter(|line| !line.look.faint).filter_map(|line| {
         let finite = || line.points.iter().map(|point| point.1).filter(|value| value.is_finite());

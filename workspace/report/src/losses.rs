@@ -17,7 +17,7 @@ struct Row {
     cells: Vec<Option<Cell>>,
 }
 
-/// The table; a sentence if there is no loss yet.
+/// Returns the table; a sentence if there is no loss yet.
 pub(super) fn section(logs: &[RunLog]) -> Markup {
     let rows = rows(logs);
     html! {
@@ -67,7 +67,7 @@ fn table(logs: &[RunLog], rows: &[Row]) -> Markup {
     }
 }
 
-/// A loss or an error.
+/// Returns a loss or an error.
 pub(super) fn shown(value: f64) -> String {
     match value.is_finite() {
         true => format!("{value:.4}"),
@@ -83,7 +83,7 @@ fn numbers(cell: Option<Cell>) -> Markup {
     }
 }
 
-/// The moments of all runs in the order of the first run that has each.
+/// Returns the moments of all runs in the order of the first run that has each.
 fn rows(logs: &[RunLog]) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
     for (column, log) in logs.iter().enumerate() {
@@ -110,7 +110,7 @@ fn rows(logs: &[RunLog]) -> Vec<Row> {
     rows
 }
 
-/// The lines of an evaluation: the first set with the moment, the other ones by name.
+/// Returns the lines of an evaluation: the first set with the moment, the other ones by name.
 fn lines(log: &RunLog, evaluation: &Evaluation) -> Vec<(String, bool, Cell)> {
     let first = (evaluation.loss, evaluation.bits_per_byte);
     let others = evaluation.other_sets.iter();

@@ -9,7 +9,7 @@ use crate::run_log::{RunLog, Step, StepValue};
 /// Rows of a table, evenly apart and with the first and the last step.
 const ROWS: usize = 40;
 
-/// The columns of a run's steps: names and values. Distillation has one where a stage has a teacher.
+/// Returns the columns of a run's steps: names and values. Distillation has one where a stage has a teacher.
 fn columns(log: &RunLog) -> Vec<(String, Box<StepValue>)> {
     fn column(name: &str, value: impl Fn(&Step) -> f64 + 'static) -> (String, Box<StepValue>) {
         (name.to_owned(), Box::new(value))
@@ -27,7 +27,7 @@ fn columns(log: &RunLog) -> Vec<(String, Box<StepValue>)> {
     columns
 }
 
-/// The section: tables of steps and of validation losses.
+/// Returns the section: tables of steps and of validation losses.
 pub(super) fn section(logs: &[RunLog]) -> Markup {
     html! {
         section {

@@ -127,8 +127,8 @@ fn of_tokens(log: &RunLog) -> String {
     }
 }
 
-/// The time of the steps that are left at the speed of the recent ones, with evaluations and checkpoints as often
-/// and as long as in the stage so far.
+/// Returns the time of the steps that are left at the speed of the recent ones, with evaluations and checkpoints as
+/// often and as long as in the stage so far.
 fn time_left(log: &RunLog) -> Option<String> {
     let recipe = log.recipe.as_ref().filter(|_| !log.is_finished)?;
     let rates = log.steps.all.iter().rev().take(RECENT).map(|step| step.tokens_per_second);

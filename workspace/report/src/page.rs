@@ -21,12 +21,12 @@ const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src dat
 
 pub(super) const TITLE_CHARACTERS: usize = 120;
 
-/// Whether a file that starts with these bytes is such a page.
+/// Returns whether a file that starts with these bytes is such a page.
 pub(super) fn is_page(start: &[u8]) -> bool {
     start.windows(GENERATOR.len()).any(|part| part == GENERATOR.as_bytes())
 }
 
-/// The page of runs at the moment `now`, which a browser loads again after the time `refresh`.
+/// Returns the page of runs at the moment `now`, which a browser loads again after the time `refresh`.
 pub(super) fn page(runs: &Runs, now: SystemTime, refresh: Option<Duration>) -> String {
     let logs = &runs.logs[..];
     let names: Vec<&str> = logs.iter().map(|log| log.name.as_str()).collect();

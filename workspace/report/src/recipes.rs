@@ -31,7 +31,7 @@ pub(super) fn section(logs: &[RunLog]) -> Markup {
     }
 }
 
-/// The text with its lines, but without other control characters.
+/// Returns the text with its lines, but without other control characters.
 fn without_controls(text: &str) -> String {
     let lines: Vec<String> =
         text.lines().map(|line| printable(&line.replace('\t', "    "))).collect();

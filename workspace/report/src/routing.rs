@@ -95,7 +95,7 @@ impl RoutingEvaluation {
     }
 }
 
-/// The section about heads; nothing for runs whose layers do not route.
+/// Returns the section about heads; nothing for runs whose layers do not route.
 pub(super) fn section(logs: &[RunLog]) -> Markup {
     if logs.iter().all(|log| log.routing.is_empty()) {
         return html! {};

@@ -31,7 +31,7 @@ const MEASURES: [Measure; 3] = [
     }),
 ];
 
-/// The part; nothing for runs with at most one evaluation.
+/// Returns the part; nothing for runs with at most one evaluation.
 pub(super) fn part(logs: &[RunLog]) -> Markup {
     let has_many = |log: &&RunLog| log.routing_histories.iter().any(is_long);
     let num_runs = logs.iter().filter(has_many).count();
@@ -56,7 +56,7 @@ pub(super) fn part(logs: &[RunLog]) -> Markup {
     }
 }
 
-/// Whether there is more than the one evaluation that the maps of loads show.
+/// Returns whether there is more than the one evaluation that the maps of loads show.
 fn is_long(history: &RoutingHistory) -> bool {
     history.spreads.len() > 1
 }
@@ -76,7 +76,7 @@ fn charts(logs: &[RunLog]) -> Vec<LineChart> {
     MEASURES.into_iter().map(chart).filter(|chart| !chart.is_empty()).collect()
 }
 
-/// The maps of a set: one of the layers, and one of the heads of each layer, as many as `max_cells`
+/// Returns the maps of a set: one of the layers, and one of the heads of each layer, as many as `max_cells`
 /// allow, those of the most unequal layers first.
 fn maps(history: &RoutingHistory, max_cells: usize) -> Markup {
     let RoutingHistory { set, spreads, picked, .. } = history;
@@ -137,7 +137,7 @@ fn heads(history: &RoutingHistory, layers: &[usize]) -> Markup {
     }
 }
 
-/// The most heads that a layer has at any time.
+/// Returns the most heads that a layer has at any time.
 fn num_heads(picked: &[Loads], layer: usize) -> usize {
     let of = |loads: &Loads| Some(loads.layers.get(&layer)?.heads.len());
     picked.iter().filter_map(of).max().unwrap_or(0)

@@ -17,7 +17,7 @@ type Row = (&'static str, fn(&StageSteps) -> String);
 /// The first parts of a step, which are those of each; evaluations and checkpoints are of some.
 const PARTS: usize = 6;
 
-/// The section; nothing for runs whose steps have no times.
+/// Returns the section; nothing for runs whose steps have no times.
 pub(super) fn section(logs: &[RunLog]) -> Markup {
     let stages: Vec<(&RunLog, &StageSteps)> = logs
         .iter()
@@ -131,7 +131,7 @@ fn mean(stage: &StageSteps, sum: f64) -> f64 {
     sum / stage.timed.max(1) as f64
 }
 
-/// Seconds in a unit that suits them.
+/// Returns the seconds in a unit that suits them.
 fn duration(seconds: f64) -> String {
     match seconds {
         s if !s.is_finite() => "-".to_owned(),

@@ -115,7 +115,7 @@ impl Arguments {
     }
 }
 
-/// Whether a text is the name of a host, without a port.
+/// Returns whether a text is the name of a host, without a port.
 fn is_host(text: &str) -> bool {
     let is_part = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
     (!text.is_empty() && text.bytes().all(is_part)) || text.parse::<IpAddr>().is_ok()

@@ -70,9 +70,9 @@ impl Guard {
         }
     }
 
-    /// Whether a host, perhaps with a port, is this machine by a name that nobody else can give it: localhost, a loopback
-    /// address, the address that is listened at, or an allowed name. Where it listens at all addresses, an address leads
-    /// to none but this machine.
+    /// Returns whether a host, perhaps with a port, is this machine by a name that nobody else can give it: localhost,
+    /// a loopback address, the address that is listened at, or an allowed name. Where it listens at all addresses, an
+    /// address leads to none but this machine.
     fn is_own(&self, host: &str) -> bool {
         let name = without_port(host);
         let address = name.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
@@ -83,13 +83,13 @@ impl Guard {
         }
     }
 
-    /// Whether it is one of the names that were given.
+    /// Returns whether it is one of the names that were given.
     fn is_allowed(&self, name: &str) -> bool {
         self.names.iter().any(|allowed| allowed.eq_ignore_ascii_case(name))
     }
 
-    /// Whether a request comes from no page, or from one of the host that it asks, or of an allowed name, as behind a
-    /// proxy.
+    /// Returns whether a request comes from no page, or from one of the host that it asks, or of an allowed name, as
+    /// behind a proxy.
     fn is_own_page(&self, headers: &HeaderMap) -> bool {
         let Some(origin) = headers.get(ORIGIN) else { return true };
         let site = origin.to_str().ok().and_then(|origin| origin.split_once("://"));

@@ -55,7 +55,7 @@ struct Finish {
     reason: &'static str,
 }
 
-/// A new metric, which the registry shows.
+/// Returns a new metric, which the registry shows.
 fn metric<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, help: &str) -> M {
     let metric = M::default();
     registry.register(name, help, metric.clone());

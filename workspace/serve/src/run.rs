@@ -61,7 +61,7 @@ impl<'a> Serve<'a> {
         Ok(Serve { arguments, model, served, inbox, guard, listener })
     }
 
-    /// The element type of the model's computation.
+    /// Returns the element type of the model's computation.
     pub fn element_type(&self) -> anyhow::Result<ElementType> {
         self.model.element_type(self.arguments.dtype)
     }
@@ -106,12 +106,12 @@ fn checkpoint(model: &NamedModel) -> Checkpoint {
     Checkpoint { step: step(model), layers }
 }
 
-/// The step of the checkpoint, if the model is one of a run.
+/// Returns the step of the checkpoint, if the model is one of a run.
 fn step(model: &NamedModel) -> Option<u64> {
     model.checkpoint().map(|checkpoint| checkpoint.step)
 }
 
-/// The chat template of the tokenizer, if it has one; one that is no Jinja is an error.
+/// Returns the chat template of the tokenizer, if it has one; one that is no Jinja is an error.
 fn template(tokenizer: &TextTokenizer) -> anyhow::Result<Option<ChatTemplate>> {
     let Some(template) = ChatTemplate::find(tokenizer)? else { return Ok(None) };
     template.renderer()?;
@@ -178,7 +178,7 @@ struct Engine {
 }
 
 impl Engine {
-    /// Whether the run has no other newest checkpoint.
+    /// Returns whether the run has no other newest checkpoint.
     fn is_current(&self) -> bool {
         step(&self.named).is_none_or(|step| step == self.newest.load(Ordering::Relaxed))
     }
@@ -246,7 +246,7 @@ impl Engine {
     }
 }
 
-/// The sizes of the cache and of passes, which have to fit in the memory.
+/// Returns the sizes of the cache and of passes, which have to fit in the memory.
 fn cache_sizes<T: Element>(
     arguments: &Arguments,
     config: &ModelConfig,

@@ -164,7 +164,7 @@ pub async fn serve(
     graceful.shutdown().await;
 }
 
-/// The next connection, and its place.
+/// Returns the next connection, and its place.
 async fn accept(
     listener: &TcpListener,
     places: &Arc<Semaphore>,

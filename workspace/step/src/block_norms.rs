@@ -36,7 +36,7 @@ pub struct Norms {
     pub head: Option<f64>,
 }
 
-/// A number; null, as which JSON has a number that is not finite, is NaN. For serde's `deserialize_with`.
+/// Returns a number; null, as which JSON has a number that is not finite, is NaN. For serde's `deserialize_with`.
 pub fn finite_or_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }

@@ -223,7 +223,7 @@ mod tests {
         });
     }
 
-    /// The gradient of an element on a rank, which bf16 does not hold exactly.
+    /// Returns the gradient of an element on a rank, which bf16 does not hold exactly.
     fn gradient(rank: usize, at: usize) -> f32 {
         (rank + 1) as f32 + at as f32 / 1024.0
     }

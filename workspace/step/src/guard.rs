@@ -102,7 +102,7 @@ pub struct GuardState {
 }
 
 impl GuardState {
-    /// The limits of the next step, at `factor` times the medians. Without limits while there are fewer
+    /// Returns the limits of the next step, at `factor` times the medians. Without limits while there are fewer
     /// than [`MINIMUM`] steps, and with a factor of 0.
     pub fn limits(&self, factor: f64) -> Limits {
         let limit = |values: &VecDeque<f64>| match median(values) {
@@ -140,7 +140,7 @@ fn push(values: &mut VecDeque<f64>, value: f64) {
     }
 }
 
-/// The middle value, or the mean of the two in the middle.
+/// Returns the middle value, or the mean of the two in the middle.
 fn median(values: &VecDeque<f64>) -> Option<f64> {
     let mut sorted: Vec<f64> = values.iter().copied().collect();
     sorted.sort_by(f64::total_cmp);

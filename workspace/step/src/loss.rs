@@ -46,7 +46,7 @@ pub struct Loss {
 }
 
 impl Loss {
-    /// The exponential of the loss.
+    /// Returns the exponential of the loss.
     pub fn perplexity(&self) -> f64 {
         self.loss.exp()
     }
@@ -131,7 +131,7 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
         Self::of_part(model.backend(), sizes, batch, length)
     }
 
-    /// The loss over the windows of `text`. `progress` receives the number of windows done and
+    /// Returns the loss over the windows of `text`. `progress` receives the number of windows done and
     /// their total.
     ///
     /// # Errors

@@ -52,7 +52,7 @@ impl Default for GroupFactors {
 }
 
 impl GroupFactors {
-    /// The factor of a tensor.
+    /// Returns the factor of a tensor.
     pub fn of(&self, segment: &Segment) -> f64 {
         match TensorGroup::of(&segment.name) {
             TensorGroup::Attention => self.attention,
@@ -126,7 +126,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         Self::zeros::<T>(model.backend(), model.layout(), shard)
     }
 
-    /// The local shard of every flat buffer, which this rank updates.
+    /// Returns the local shard of every flat buffer, which this rank updates.
     pub fn shard(&self) -> Shard {
         self.shard
     }
@@ -150,7 +150,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         Ok(backend.squared_norms(&parts.collect::<Vec<_>>(), sums.squared_norm_mut())?)
     }
 
-    /// The f32 weights of a part of a buffer, within the local shard.
+    /// Returns the f32 weights of a part of a buffer, within the local shard.
     pub fn exact_weights<T: Element>(
         &self,
         model: &Model<B, T>,

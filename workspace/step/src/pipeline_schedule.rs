@@ -62,7 +62,7 @@ pub struct PipelineStage {
 }
 
 impl PipelineStage {
-    /// The passes of a step of `micro_batches` micro-batches, in order.
+    /// Returns the passes of a step of `micro_batches` micro-batches, in order.
     pub fn passes(&self, micro_batches: usize) -> Vec<ChunkPass> {
         let forward = self.passes_in_direction(micro_batches, true);
         let backward = self.passes_in_direction(micro_batches, false);
@@ -114,13 +114,13 @@ impl PipelineStage {
         Slots { micro_batches: tokens.max(1), passes: passes.max(1) }
     }
 
-    /// Maximum number of passes in flight, from their forward to their backward pass.
+    /// Returns the maximum number of passes in flight, from their forward to their backward pass.
     pub fn in_flight(&self, micro_batches: usize) -> usize {
         let all = micro_batches.saturating_mul(self.chunks);
         self.ahead(micro_batches).saturating_add(1).min(all)
     }
 
-    /// Maximum number of messages to other stages in flight.
+    /// Returns the maximum number of messages to other stages in flight.
     ///
     /// The output of a pass is received before its backward pass, so each output in flight belongs to a pass in
     /// flight on this stage, and each gradient in flight to a pass in flight on the stage before.
@@ -137,8 +137,8 @@ impl PipelineStage {
         }
     }
 
-    /// Maximum number of a teacher's outputs in flight beside these: each belongs to a pass in flight on this stage,
-    /// whose own output is received after it.
+    /// Returns the maximum number of a teacher's outputs in flight beside these: each belongs to a pass in flight on
+    /// this stage, whose own output is received after it.
     pub fn teacher_messages(&self, micro_batches: usize) -> usize {
         let sends = self.stages > 1 && (self.chunks > 1 || self.number + 1 < self.stages);
         if sends { self.in_flight(micro_batches) } else { 0 }
@@ -221,7 +221,7 @@ mod tests {
         assert_eq!(token_slots(&passes), 16);
     }
 
-    /// The duration of a step in passes of equal length; `None` if stages wait for each other
+    /// Returns the duration of a step in passes of equal length; `None` if stages wait for each other
     /// forever.
     fn time(stages: usize, chunks: usize, micro_batches: usize) -> Option<usize> {
         let orders: Vec<Vec<ChunkPass>> =

@@ -34,29 +34,29 @@ pub struct Ranks<B: Backend> {
     values: B::Buffer<f64>,
 }
 
-/// The buffer of the exchanged values: f64, as many as one message holds.
+/// Returns the buffer of the exchanged values: f64, as many as one message holds.
 pub fn values<M: Memory>(memory: &M) -> Result<M::Buffer<f64>> {
     Ok(memory.allocate(MAX_VALUES)?)
 }
 
 impl<B: Backend> Ranks<B> {
-    /// The ranks of `group`, with buffers on `backend`.
+    /// Returns the ranks of `group`, with buffers on `backend`.
     pub fn new(backend: B, group: Group) -> Result<Self> {
         let values = values(&backend)?;
         Ok(Ranks { backend, group, values })
     }
 
-    /// The group of all ranks.
+    /// Returns the group of all ranks.
     pub fn group(&self) -> &Group {
         &self.group
     }
 
-    /// Whether this rank writes the files that exist once per run.
+    /// Returns whether this rank writes the files that exist once per run.
     pub fn is_first(&self) -> bool {
         self.group.rank() == 0
     }
 
-    /// The sums of the values over the ranks.
+    /// Returns the sums of the values over the ranks.
     pub fn sum<const N: usize>(&mut self, values: [f64; N]) -> Result<[f64; N]> {
         self.reduce(values, Reduce::Sum)
     }
@@ -72,7 +72,7 @@ impl<B: Backend> Ranks<B> {
         Ok(())
     }
 
-    /// The elementwise maximum of the values over the ranks.
+    /// Returns the elementwise maximum of the values over the ranks.
     pub fn largest<const N: usize>(&mut self, values: [f64; N]) -> Result<[f64; N]> {
         self.reduce(values, Reduce::Max)
     }
@@ -93,7 +93,7 @@ impl<B: Backend> Ranks<B> {
         Ok(self.largest(flags.map(f64::from))?.map(|flag| flag > 0.0))
     }
 
-    /// Whether the flag is set on any rank.
+    /// Returns whether the flag is set on any rank.
     pub fn any(&mut self, flag: bool) -> Result<bool> {
         let [any] = self.any_of([flag])?;
         Ok(any)
@@ -165,7 +165,7 @@ impl<B: Backend> Ranks<B> {
         Ok(texts)
     }
 
-    /// The text of the first rank that has one, on all ranks.
+    /// Returns the text of the first rank that has one, on all ranks.
     pub fn first_that_has(&mut self, text: Option<Vec<u8>>) -> Result<Option<Vec<u8>>> {
         let rank = self.group.rank() as f64;
         let [first] = self.largest([if text.is_some() { -rank } else { f64::NEG_INFINITY }])?;

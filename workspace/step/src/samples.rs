@@ -24,7 +24,7 @@ pub trait ReadSample {
         Ok(false)
     }
 
-    /// The targets of a step's samples that are trained on, of all ranks; `None`, the default, if all are.
+    /// Returns the targets of a step's samples that are trained on, of all ranks; `None`, the default, if all are.
     fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>> {
         let _ = samples;
         Ok(None)

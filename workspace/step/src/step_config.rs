@@ -43,7 +43,7 @@ pub struct StepGroups {
 }
 
 impl StepConfig {
-    /// The shape of a pass over one micro-batch.
+    /// Returns the shape of a pass over one micro-batch.
     pub fn pass_shape(&self) -> PassShape {
         PassShape {
             batch: self.micro_batch,
@@ -62,7 +62,7 @@ impl StepConfig {
         }
     }
 
-    /// Sequences of one step.
+    /// Returns the sequences of one step.
     pub fn batch_sequences(&self) -> u64 {
         self.micro_batches * self.micro_batch as u64
     }

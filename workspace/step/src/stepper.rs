@@ -144,7 +144,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         })
     }
 
-    /// The settings of all steps.
+    /// Returns the settings of all steps.
     pub fn config(&self) -> &StepConfig {
         &self.config
     }
@@ -155,7 +155,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         self.measures_norms = measure;
     }
 
-    /// The norms by block of the last step, if it has measured them.
+    /// Returns the norms by block of the last step, if it has measured them.
     pub fn take_block_norms(&mut self) -> Option<BlockNorms> {
         self.block_norms.take()
     }
@@ -236,7 +236,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         backend.install(|| self.compute(&backend, model, optimizer, read, first, observer))
     }
 
-    /// The norm of each tensor's gradient of the last step, before clipping, in the order of the
+    /// Returns the norm of each tensor's gradient of the last step, before clipping, in the order of the
     /// model; of the local shards.
     pub fn gradient_norms(&self, model: &Model<B, T>) -> Result<Vec<TensorGradient>> {
         let (backend, layout) = (model.backend(), model.layout());
@@ -365,7 +365,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         Ok(self.data_parallel.finish_gradients(&mut self.gradients)?)
     }
 
-    /// Tokens of a step, of all ranks.
+    /// Returns the tokens of a step, of all ranks.
     fn tokens(&self) -> f64 {
         self.config.micro_batches as f64 * self.host.ids.len() as f64
     }

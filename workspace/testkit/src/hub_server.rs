@@ -70,7 +70,7 @@ impl Server {
     }
 }
 
-/// Whether connections break and stall in this file.
+/// Returns whether connections break and stall in this file.
 fn is_large(path: &str) -> bool {
     path.ends_with(".safetensors") || path.ends_with(".jsonl")
 }
@@ -123,7 +123,7 @@ fn answer(mut stream: TcpStream, behaviour: &Mutex<Behaviour>, endpoint: &str) -
     stream.flush().ok()
 }
 
-/// The hub's address of a file's content.
+/// Returns the hub's address of a file's content.
 pub fn address_of(bytes: &[u8]) -> String {
     let mut hasher = DefaultHasher::new();
     bytes.hash(&mut hasher);
@@ -174,7 +174,7 @@ impl Behaviour {
         }
     }
 
-    /// A page of the files and folders in `rest`, `[/FOLDER][?QUERY]`.
+    /// Returns a page of the files and folders in `rest`, `[/FOLDER][?QUERY]`.
     fn list(&self, rest: &str, path: &str, endpoint: &str) -> Answer {
         let (folder, query) = rest.split_once('?').unwrap_or((rest, ""));
         let folder = folder.trim_start_matches('/');

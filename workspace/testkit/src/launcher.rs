@@ -44,7 +44,7 @@ impl Launcher {
     }
 }
 
-/// Whether a process has children that have not ended.
+/// Returns whether a process has children that have not ended.
 fn has_processes(process: u32) -> bool {
     let file = format!("/proc/{process}/task/{process}/children");
     let children = fs::read_to_string(file).unwrap_or_default();

@@ -62,7 +62,7 @@ pub fn draw(seed: u64, deviation: f64, segment: &Segment, values: &mut [f32]) {
     }
 }
 
-/// The weights of most tests.
+/// Returns the weights of most tests.
 pub fn fill(segment: &Segment, values: &mut [f32]) -> Result<(), Error> {
     draw(3, 0.2, segment, values);
     Ok(())
@@ -82,7 +82,7 @@ pub fn weights(config: &ModelConfig) -> Weights {
     tensors.collect()
 }
 
-/// A model with these weights, for 32 positions.
+/// Returns a model with these weights, for 32 positions.
 pub fn model_of(config: ModelConfig, weights: &Weights) -> Model<Cpu, f32> {
     Model::new::<Error>(Cpu, config, 32, |segment, values| {
         values.copy_from_slice(&weights[&segment.name]);
@@ -91,7 +91,7 @@ pub fn model_of(config: ModelConfig, weights: &Weights) -> Model<Cpu, f32> {
     .unwrap()
 }
 
-/// A model with the weights of [`fill`].
+/// Returns a model with the weights of [`fill`].
 pub fn model<B: Backend, T: Element>(backend: B, config: ModelConfig) -> Model<B, T> {
     Model::new::<Error>(backend, config, 64, fill).unwrap()
 }
@@ -117,7 +117,7 @@ pub const SHAPE: PassShape = PassShape {
     training: true,
     document_mask: true,
 };
-/// A training pass over the first micro-batch: the gradients and sums.
+/// Returns a training pass over the first micro-batch: the gradients and sums.
 pub fn pass<B: Backend + Clone, T: Element>(
     model: &mut Model<B, T>,
     shape: PassShape,
@@ -181,7 +181,7 @@ pub fn update<B: Backend + Clone, T: Element, G: Element>(
     }
 }
 
-/// A dense Llama of two blocks, two heads of width 4 and sequences of 8 tokens.
+/// Returns a dense Llama of two blocks, two heads of width 4 and sequences of 8 tokens.
 pub fn tiny_model(kv_heads: usize, vocab_size: usize, tied: bool) -> ModelConfig {
     let fields = serde_json::json!({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",

@@ -9,7 +9,7 @@ fn help(program: &str, words: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The names of a command's subcommands, but for `help`.
+/// Returns the names of a command's subcommands, but for `help`.
 fn subcommands(help: &str) -> Vec<String> {
     let commands = help.split("Commands:\n").nth(1).unwrap_or_default();
     let lines = commands.lines().take_while(|line| line.starts_with("  "));
@@ -18,7 +18,7 @@ fn subcommands(help: &str) -> Vec<String> {
     names.map(first).filter(|name| name != "help").collect()
 }
 
-/// The options of a command that take a value.
+/// Returns the options of a command that take a value.
 fn options(help: &str) -> Vec<String> {
     let of = |line: &str| {
         let (name, rest) = line.trim_start().split_once(' ')?;

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 /// Vocabulary of the model of [`write_source`].
 pub const VOCABULARY: usize = 37;
 
-/// A directory with a tiny random Llama of 8 heads in `source`.
+/// Returns a directory with a tiny random Llama of 8 heads in `source`.
 pub fn workplace() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     write_source(&dir.path().join("source"), u64::MAX);
@@ -64,7 +64,7 @@ pub fn edit_weights(dir: &Path, edit: impl FnOnce(&mut Vec<(String, Vec<usize>, 
     fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-/// A program in a directory, without the user's hub settings and without any hub.
+/// Returns a program in a directory, without the user's hub settings and without any hub.
 pub fn program(path: &str, dir: &Path) -> Command {
     let mut command = Command::new(path);
     isolate(&mut command, dir);
@@ -82,7 +82,7 @@ pub fn isolate(command: &mut Command, dir: &Path) {
     command.env("HF_HOME", dir.join("hf")).env("HF_HUB_OFFLINE", "1").env("no_proxy", "127.0.0.1");
 }
 
-/// Names in a directory, sorted.
+/// Returns the names in a directory, sorted.
 pub fn names(dir: &Path) -> Vec<String> {
     let entries = fs::read_dir(dir).unwrap();
     let mut names: Vec<_> =
@@ -112,7 +112,7 @@ pub fn flip(path: &Path, position: impl Fn(usize) -> usize) {
     fs::write(path, bytes).unwrap();
 }
 
-/// The root of the repository, in which the examples of the help run.
+/// Returns the root of the repository, in which the examples of the help run.
 pub fn repository() -> PathBuf {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).canonicalize().unwrap()
 }
@@ -134,7 +134,7 @@ sequence_length = 16
 sources = [{ path = "text" }]
 "#;
 
-/// A dense and a Mixture-of-Head stage of a recipe, with so many tokens each and in a step.
+/// Returns a dense and a Mixture-of-Head stage of a recipe, with so many tokens each and in a step.
 pub fn two_stages([adapt, moh]: [u64; 2], batch_tokens: u64) -> String {
     format!(
         r#"
@@ -158,7 +158,7 @@ learning_rate = {{ max = 5e-3, min = 1e-3, warmup_steps = 1 }}
     )
 }
 
-/// A directory with that model, the token files `text` and `held-out`, and a recipe of the head and `rest`.
+/// Returns a directory with that model, the token files `text` and `held-out`, and a recipe of the head and `rest`.
 pub fn trainable(rest: &str) -> tempfile::TempDir {
     let dir = workplace();
     write_tokens(&dir.path().join("text"), VOCABULARY, 2000, 1);
@@ -167,7 +167,7 @@ pub fn trainable(rest: &str) -> tempfile::TempDir {
     dir
 }
 
-/// A directory with a model in `source` whose logits are all 0.
+/// Returns a directory with a model in `source` whose logits are all 0.
 pub fn uniform() -> tempfile::TempDir {
     let dir = workplace();
     edit_weights(dir.path(), |tensors| {
@@ -212,7 +212,7 @@ pub fn write_moh(
     fs::write(out.join("config.json"), Value::Object(fields).to_string()).unwrap();
 }
 
-/// The standard error of a command that fails with `code`, prints nothing else and leaves the names
+/// Returns the standard error of a command that fails with `code`, prints nothing else and leaves the names
 /// in `dir` unchanged: one line, without `error: `.
 #[track_caller]
 pub fn failure(dir: &Path, command: &mut Command, code: i32) -> String {
@@ -229,7 +229,7 @@ pub fn success(command: &mut Command) -> String {
     exits(command, 0).0
 }
 
-/// The standard output and the standard error of a command that ends with this code.
+/// Returns the standard output and the standard error of a command that ends with this code.
 #[track_caller]
 pub fn exits(command: &mut Command, code: i32) -> (String, String) {
     let output = command.output().unwrap();
@@ -254,13 +254,13 @@ pub fn stderr(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).unwrap()
 }
 
-/// The fixtures beside the repository, or those that `tools/fixtures` has made where `MOH_FIXTURES` says.
+/// Returns the fixtures beside the repository, or those that `tools/fixtures` has made where `MOH_FIXTURES` says.
 pub fn fixtures() -> PathBuf {
     let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
     std::env::var_os("MOH_FIXTURES").map_or_else(|| beside.into(), PathBuf::from)
 }
 
-/// A figure of [`fixtures`]: that of those that are made, or of stories260K.
+/// Returns a figure of [`fixtures`]: that of those that are made, or of stories260K.
 pub fn figure(name: &str, of_stories: f64) -> f64 {
     let made = fixtures().join("figures.json");
     if made.exists() { read_json(&made)[name].as_f64().unwrap() } else { of_stories }
@@ -276,7 +276,7 @@ pub fn write_tokenizer(dir: &Path, unknown: &str) {
     fs::write(dir.join("tokenizer.json"), word_tokenizer(WORDS, unknown)).unwrap();
 }
 
-/// The file of such a tokenizer of so many words.
+/// Returns the file of such a tokenizer of so many words.
 pub fn word_tokenizer(words: usize, unknown: &str) -> String {
     let words: serde_json::Map<String, Value> =
         (0..words).map(|id| (format!("w{id}"), id.into())).collect();

@@ -48,7 +48,7 @@ pub struct Routed {
 }
 
 impl Reference {
-    /// A model with these weights, as the reference of `model`.
+    /// Creates a model with these weights, as the reference of `model`.
     pub fn of(model: &Model<Cpu, f32>) -> Self {
         let weights = model.layout().segments().map(|(flat, segment)| {
             let values = model.weights().read(&Cpu, flat, segment).unwrap();
@@ -107,7 +107,7 @@ impl Reference {
         by_head(&attended)?.reshape((batch * length, heads, width))
     }
 
-    /// The losses of a micro-batch of `batch` sequences.
+    /// Returns the losses of a micro-batch of `batch` sequences.
     pub fn forward(&self, ids: &[u32], targets: &[u32], batch: usize) -> Result<Pass> {
         let device = &Device::Cpu;
         let (logits, balance, masks) = self.logits(ids, batch)?;
@@ -123,8 +123,8 @@ impl Reference {
         })
     }
 
-    /// The logits `[N, V]` of a micro-batch of `batch` sequences, the sum of the layers' balance losses, and their
-    /// masks.
+    /// Returns the logits `[N, V]` of a micro-batch of `batch` sequences, the sum of the layers' balance losses, and
+    /// their masks.
     pub fn logits(&self, ids: &[u32], batch: usize) -> Result<(Tensor, Tensor, Vec<Vec<u8>>)> {
         let mut x = self.embed(ids)?;
         let mut balance = Tensor::zeros((), DType::F64, &Device::Cpu)?;
@@ -142,13 +142,13 @@ impl Reference {
         Ok((self.linear(&self.norm(&x, "model.norm")?, "lm_head")?, balance, masks))
     }
 
-    /// The residual stream before the first layer, `[N, C]`.
+    /// Returns the residual stream before the first layer, `[N, C]`.
     pub fn embed(&self, ids: &[u32]) -> Result<Tensor> {
         let ids = Tensor::from_slice(ids, ids.len(), &Device::Cpu)?;
         self.weights["model.embed_tokens.weight"].index_select(&ids, 0)
     }
 
-    /// The attention output of a layer for the residual stream `x` before it, both `[N, C]`, and its routing.
+    /// Returns the attention output of a layer for the residual stream `x` before it, both `[N, C]`, and its routing.
     pub fn attention(
         &self,
         layer: usize,
@@ -179,7 +179,7 @@ impl Reference {
         Ok((self.linear(&attended, &name("self_attn.o_proj"))?, routed))
     }
 
-    /// The residual stream after a layer, from that after its attention; both `[N, C]`.
+    /// Returns the residual stream after a layer, from that after its attention; both `[N, C]`.
     pub fn mlp(&self, layer: usize, x: &Tensor) -> Result<Tensor> {
         let name = |part: &str| format!("model.layers.{layer}.{part}");
         let normed = self.norm(x, &name("post_attention_layernorm"))?;
@@ -235,7 +235,7 @@ pub fn assert_gradient(name: &str, found: &[f32], expected: &Tensor) {
     assert!(error < TOLERANCE, "{name}: gradient off by {error}");
 }
 
-/// The rows with a target that is not ignored, and these targets.
+/// Returns the rows with a target that is not ignored, and these targets.
 pub fn counted(targets: &[u32]) -> (Vec<u32>, Vec<u32>) {
     (0..).zip(targets).filter(|(_, target)| **target != IGNORED).unzip()
 }
@@ -291,7 +291,7 @@ fn routed(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Route
     Ok(Some(Routed { weights: by_head(heads.shared, &of_shared, &weights)?, balance, mask }))
 }
 
-/// The weight of every (token, head), from those of shared and of routed heads in ascending order.
+/// Returns the weight of every (token, head), from those of shared and of routed heads in ascending order.
 fn by_head(shared: SharedHeads, of_shared: &Tensor, of_routed: &Tensor) -> Result<Tensor> {
     let (mut next_shared, mut next_routed) = (0.., 0..);
     let heads = 0..of_shared.dim(1)? + of_routed.dim(1)?;

@@ -13,7 +13,7 @@ use crate::programs::{
     RECIPE_HEAD, VOCABULARY, two_stages, word_tokenizer, workplace, write_tokens,
 };
 
-/// A directory with a model, its tokenizer and a text.
+/// Returns a directory with a model, its tokenizer and a text.
 pub fn prepared() -> tempfile::TempDir {
     let dir = workplace();
     let source = dir.path().join("source");

@@ -133,7 +133,7 @@ impl<'s, 't, 'e> Charge<'s, 't, 'e> {
         }
     }
 
-    /// A value without those within it, in as many lists.
+    /// Returns a value without those within it, in as many lists.
     pub(crate) fn node(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
         if depth > MAX_DEPTH {
             return Err(fault(format!("a value within more than {MAX_DEPTH} others")));
@@ -141,7 +141,7 @@ impl<'s, 't, 'e> Charge<'s, 't, 'e> {
         self.take(NODE + value.as_str().map_or(0, |text| text.len() as u64 / 4))
     }
 
-    /// A value and all within it.
+    /// Returns a value and all within it.
     fn walk(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
         self.node(value, depth)?;
         let kind = value.kind();
@@ -215,7 +215,8 @@ fn concat(state: &State, a: &str, b: &str) -> Result<String, Error> {
     Ok([a, b].concat())
 }
 
-/// The filter `escape`, as Jinja has it. A text that is safe, as this filter and `safe` mark it, stays as it is.
+/// Returns the filter `escape`, as Jinja has it. A text that is safe, as this filter and `safe` mark it, stays as it
+/// is.
 fn escape(state: &State, value: &Value) -> Result<Value, Error> {
     if value.is_safe() {
         return Ok(value.clone());
@@ -227,7 +228,7 @@ fn escape(state: &State, value: &Value) -> Result<Value, Error> {
     Ok(Value::from_safe_string(text))
 }
 
-/// Whether two values are in an order; NaN is in none, and neither are values that Python does not compare.
+/// Returns whether two values are in an order; NaN is in none, and neither are values that Python does not compare.
 fn ordered(state: &State, a: &Value, b: &Value, is: fn(Ordering) -> bool) -> Result<Value, Error> {
     compared(state, a, b)?;
     let is_ordered = match (a.kind(), b.kind()) {

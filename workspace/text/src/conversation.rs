@@ -30,7 +30,7 @@ pub struct Conversation {
 }
 
 impl Conversation {
-    /// A conversation of messages with a role and a text.
+    /// Creates a conversation of messages with a role and a text.
     pub fn of_texts<'a>(messages: impl IntoIterator<Item = (&'a str, &'a str)>) -> Self {
         let message = |(role, content): (&str, &str)| {
             Value::Object(Map::from_iter([
@@ -47,7 +47,7 @@ impl Conversation {
         Self { messages, tools, variables, unread, adapts_content }
     }
 
-    /// A conversation of a list of messages, and of the list of tools or null. Messages are objects with the
+    /// Creates a conversation of a list of messages, and of the list of tools or null. Messages are objects with the
     /// string `role`, or ShareGPT's with `from` and `value`; their keys that are null are left out, and what the
     /// assistant thought has all names that templates know. Tools may be a text with their JSON, as tables that
     /// have one type for each column store them.
@@ -76,9 +76,9 @@ impl Conversation {
         Ok(Self::new(messages?, self::tools(tools)?))
     }
 
-    /// A conversation of an object of JSON with `messages`, `tools`, `chat_template_kwargs`, which are variables of the
-    /// template, and the names of other keys in `unread`, as Python reads it: with integers of any size and NaN; fails as
-    /// [`Conversation::from_json`].
+    /// Creates a conversation of an object of JSON with `messages`, `tools`, `chat_template_kwargs`, which are
+    /// variables of the template, and the names of other keys in `unread`, as Python reads it: with integers of any
+    /// size and NaN; fails as [`Conversation::from_json`].
     pub fn parse(text: &str) -> Result<Self> {
         let mut record: Value = serde_json::from_str(&beyond_json(text))
             .map_err(|error| Error::Invalid(format!("not a conversation in JSON: {error}")))?;
@@ -106,19 +106,19 @@ impl Conversation {
         Ok(conversation)
     }
 
-    /// The same conversation, in which each content is what the template reads: a list of parts of text becomes a text,
-    /// or a text a list.
+    /// Returns the same conversation, in which each content is what the template reads: a list of parts of text becomes
+    /// a text, or a text a list.
     #[must_use]
     pub fn with_adapted_content(self) -> Self {
         Self { adapts_content: true, ..self }
     }
 
-    /// The messages.
+    /// Returns the messages.
     pub fn messages(&self) -> &[Value] {
         &self.messages
     }
 
-    /// The tools; null if there are none.
+    /// Returns the tools; null if there are none.
     pub fn tools(&self) -> &Value {
         &self.tools
     }
@@ -137,13 +137,13 @@ impl Conversation {
         fields.filter(|(key, _)| *key != "role").for_each(|(_, value)| within(value, visit));
     }
 
-    /// Whether message `index` is the assistant's.
+    /// Returns whether message `index` is the assistant's.
     pub(crate) fn is_answer(&self, index: usize) -> bool {
         self.messages.get(index).is_some_and(|message| message["role"] == "assistant")
     }
 
-    /// Whether a model is trained on message `index`: one of the assistant's, unless its `weight`, OpenAI's key, or
-    /// its `train`, axolotl's, says no.
+    /// Returns whether a model is trained on message `index`: one of the assistant's, unless its `weight`, OpenAI's
+    /// key, or its `train`, axolotl's, says no.
     pub(crate) fn is_trained(&self, index: usize) -> bool {
         let says_no = |key: &str| {
             let value = &self.messages[index][key];
@@ -152,8 +152,8 @@ impl Conversation {
         self.is_answer(index) && !says_no("weight") && !says_no("train")
     }
 
-    /// The keys beside the messages that nothing reads, and those of each message with a value that a template of this
-    /// source does not name, and that means nothing here.
+    /// Returns the keys beside the messages that nothing reads, and those of each message with a value that a template
+    /// of this source does not name, and that means nothing here.
     pub(crate) fn unnamed_keys<'s>(
         &'s self,
         is_named: impl Fn(&str) -> bool + 's,
@@ -170,7 +170,7 @@ impl Conversation {
         self.unread.iter().chain(unnamed.map(|(key, _)| key)).map(String::as_str)
     }
 
-    /// Whether a string of the conversation, or a key, contains one of these characters.
+    /// Returns whether a string of the conversation, or a key, contains one of these characters.
     pub(crate) fn contains(&self, characters: &[char]) -> bool {
         let values = self.messages.iter().chain([&self.tools]).chain(self.variables.values());
         // JSON escapes none of them.
@@ -187,7 +187,7 @@ fn is_empty(value: &Value) -> bool {
     }
 }
 
-/// A message with a role; ShareGPT's becomes one.
+/// Returns a message with a role; ShareGPT's becomes one.
 fn message(mut fields: Map<String, Value>) -> Result<Value, String> {
     fields.retain(|_, value| !value.is_null());
     let weight =
@@ -206,7 +206,7 @@ fn message(mut fields: Map<String, Value>) -> Result<Value, String> {
     Ok(Value::Object(with_reasoning(fields)))
 }
 
-/// The message with what the assistant thought by all of its names, in transformers' order of keys.
+/// Returns the message with what the assistant thought by all of its names, in transformers' order of keys.
 fn with_reasoning(mut fields: Map<String, Value>) -> Map<String, Value> {
     let Some(thought) = REASONING.iter().find_map(|name| fields.get(*name)).cloned() else {
         return fields;

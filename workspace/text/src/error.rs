@@ -27,13 +27,13 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether the same call may succeed when a network or a disk is back, so that nothing is thrown away.
+    /// Returns whether the same call may succeed when a network or a disk is back, so that nothing is thrown away.
     #[cfg(feature = "prepare")]
     pub(crate) fn is_passing(&self) -> bool {
         matches!(self, Error::Hub(_))
     }
 
-    /// A file that cannot be used as it is.
+    /// Creates a file that cannot be used as it is.
     #[cfg(feature = "prepare")]
     pub(crate) fn unusable(path: &std::path::Path, reason: impl Into<String>) -> Self {
         moh_files::unusable(path, reason).into()

@@ -8,7 +8,7 @@ use std::ops::Range;
 pub(crate) const FUNCTION: &str = "moh_generation";
 pub(crate) const MARKS: [char; 2] = ['\u{fdd0}', '\u{fdd1}'];
 
-/// The template with calls in the place of the blocks, and whether it has any.
+/// Returns the template with calls in the place of the blocks, and whether it has any.
 pub(crate) fn as_calls(source: &str) -> (String, bool) {
     let (mut calls, mut rest, mut found) = (String::with_capacity(source.len()), source, false);
     // A call's body knows only what it reads, of which setting a namespace's attribute is none; the default of an
@@ -52,13 +52,13 @@ fn namespaces(source: &str) -> Vec<&str> {
         .collect()
 }
 
-/// The next `{{`, `{%` or `{#`.
+/// Returns the next `{{`, `{%` or `{#`.
 fn next_opening(text: &str) -> Option<usize> {
     let bytes = text.as_bytes();
     bytes.windows(2).position(|pair| matches!(pair, b"{{" | b"{%" | b"{#"))
 }
 
-/// The bytes of the tag, expression or comment that `text` begins with; all if it does not end.
+/// Returns the bytes of the tag, expression or comment that `text` begins with; all if it does not end.
 fn end_of(text: &str) -> usize {
     let close = match text.as_bytes().get(1) {
         Some(b'#') => return text.find("#}").map_or(text.len(), |at| at + 2),
@@ -80,7 +80,7 @@ fn end_of(text: &str) -> usize {
     text.len()
 }
 
-/// The bytes before the end of a block `raw`; all if it does not end.
+/// Returns the bytes before the end of a block `raw`; all if it does not end.
 fn end_of_raw(text: &str) -> usize {
     let mut from = 0;
     while let Some(at) = text[from..].find("{%") {

@@ -12,19 +12,19 @@ pub(crate) const MARK: char = '\u{fdd2}';
 /// What comes between the mark and why a table's value has none in JSON. A template that reads the value fails with that.
 pub(crate) const NO_JSON: char = '?';
 
-/// The JSON text with such numbers as marked strings, which [`Conversation::from_json`](crate::Conversation::from_json)
-/// reads.
+/// Returns the JSON text with such numbers as marked strings, which
+/// [`Conversation::from_json`](crate::Conversation::from_json) reads.
 pub fn beyond_json(text: &str) -> Cow<'_, str> {
     marked(text, |token| is_not_finite(token) || is_large(token))
 }
 
-/// The text with NaN and infinities as marked strings.
+/// Returns the text with NaN and infinities as marked strings.
 #[cfg(feature = "prepare")]
 pub(crate) fn finite_json(text: &str) -> Cow<'_, str> {
     marked(text, is_not_finite)
 }
 
-/// The number of a marked string; `None` of any other string.
+/// Returns the number of a marked string; `None` of any other string.
 pub(crate) fn number(text: &str) -> Option<Result<Value, String>> {
     let token = text.strip_prefix(MARK)?;
     if is_not_finite(token) {
@@ -69,7 +69,7 @@ fn marked(text: &str, is_beyond: impl Fn(&str) -> bool) -> Cow<'_, str> {
     Cow::Owned(marked)
 }
 
-/// The place behind the quote that ends a string.
+/// Returns the place behind the quote that ends a string.
 fn end_of_string(bytes: &[u8], mut at: usize) -> usize {
     while let Some(&byte) = bytes.get(at) {
         match byte {
@@ -89,7 +89,7 @@ fn is_not_finite(token: &str) -> bool {
     matches!(token, "NaN" | "Infinity" | "-Infinity")
 }
 
-/// Whether a token is an integer of more than 64 bits, or one that only floats have here.
+/// Returns whether a token is an integer of more than 64 bits, or one that only floats have here.
 fn is_large(token: &str) -> bool {
     let digits = token.strip_prefix('-').unwrap_or(token);
     let is_integer = digits.bytes().all(|byte| byte.is_ascii_digit()) && !digits.starts_with('0');

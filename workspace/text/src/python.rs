@@ -36,7 +36,7 @@ pub(crate) fn from_json(json: &Json) -> Result<Value, String> {
     })
 }
 
-/// The filter `tojson` of transformers: `json.dumps` with `ensure_ascii=False`.
+/// Returns the filter `tojson` of transformers: `json.dumps` with `ensure_ascii=False`.
 pub(crate) fn tojson(state: &State, value: &Value, arguments: Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = arguments.get("indent")?;
     let separators: Option<Vec<String>> = arguments.get("separators")?;
@@ -227,8 +227,8 @@ impl Writer<'_, '_, '_> {
     }
 }
 
-/// A float as Python's `repr`, the shortest digits that read back, with an exponent below 1e-4 and from 1e16 on, or as
-/// `json.dumps`, which has other names for those that are not finite.
+/// Returns a float as Python's `repr`, the shortest digits that read back, with an exponent below 1e-4 and from 1e16
+/// on, or as `json.dumps`, which has other names for those that are not finite.
 fn float(number: f64, is_json: bool) -> String {
     if !number.is_finite() {
         let name = match (is_json, number.is_nan()) {

@@ -54,7 +54,7 @@ impl Reads {
         self.content[role.unwrap_or(0)]
     }
 
-    /// Whether the content is a list where the template writes a text, or a text where it reads a list.
+    /// Returns whether the content is a list where the template writes a text, or a text where it reads a list.
     pub(crate) fn misreads(&self, message: &Value) -> bool {
         match &message["content"] {
             Value::Array(_) => self.of_role(message) == Content::Text,
@@ -63,8 +63,8 @@ impl Reads {
         }
     }
 
-    /// The message as the template reads it: the arguments of calls, which must be JSON, and if `adapts_content`, the
-    /// content.
+    /// Returns the message as the template reads it: the arguments of calls, which must be JSON, and if
+    /// `adapts_content`, the content.
     pub(crate) fn adapted(&self, message: &Value, adapts_content: bool) -> Result<Value> {
         let mut message = message.clone();
         let reads = self.of_role(&message);

@@ -46,7 +46,7 @@ impl RenderThreads {
         Ok(Self { template: Arc::new(template), limit, idle, given_up })
     }
 
-    /// The template.
+    /// Returns the template.
     pub fn template(&self) -> &ChatTemplate {
         &self.template
     }

@@ -114,7 +114,7 @@ impl<'a> Renderer<'a> {
         })
     }
 
-    /// The text of a conversation, with `prompts` up to where the model's next answer begins.
+    /// Returns the text of a conversation, with `prompts` up to where the model's next answer begins.
     ///
     /// # Errors
     /// Fails if the template refuses the conversation, does not suit it, or takes too much work.
@@ -125,7 +125,7 @@ impl<'a> Renderer<'a> {
         Ok(if compiled.source.has_generation { take_marks(&marked).0 } else { marked })
     }
 
-    /// The whole text of a conversation, and which of it is the assistant's.
+    /// Returns the whole text of a conversation, and which of it is the assistant's.
     ///
     /// # Errors
     /// As [`Renderer::render`]; fails if the template does not tell the assistant's text from the rest of it.
@@ -219,7 +219,7 @@ impl<'a> Renderer<'a> {
         Values::new(adapted, conversation.tools(), &conversation.variables)
     }
 
-    /// The text of the first `count` messages, with the marks of blocks `generation`.
+    /// Returns the text of the first `count` messages, with the marks of blocks `generation`.
     fn render_first(
         &self,
         compiled: &Compiled<'a>,
@@ -292,7 +292,7 @@ impl Values {
     }
 }
 
-/// The bytes of a value's texts and a few for each value.
+/// Returns the bytes of a value's texts and a few for each value.
 fn bytes_of(value: &Json) -> u64 {
     8 + match value {
         Json::String(text) => text.len() as u64,
@@ -304,7 +304,7 @@ fn bytes_of(value: &Json) -> u64 {
     }
 }
 
-/// The text of the blocks `generation` of turns that are trained on.
+/// Returns the text of the blocks `generation` of turns that are trained on.
 fn trained_blocks(
     mut blocks: Vec<Range<usize>>,
     conversation: &Conversation,
@@ -340,14 +340,14 @@ fn trained_blocks(
     Ok(joined)
 }
 
-/// The block `generation`: its text between marks.
+/// Returns the block `generation`: its text between marks.
 fn mark(state: &mut State<'_, '_>, arguments: Kwargs) -> Result<Value, minijinja::Error> {
     let caller: Value = arguments.get("caller")?;
     let [open, close] = MARKS;
     Ok(Value::from_safe_string(format!("{open}{}{close}", caller.call(state, &[])?)))
 }
 
-/// The error of a rendering names the template's file alone: a server shows it to its clients.
+/// Returns the error of a rendering names the template's file alone: a server shows it to its clients.
 fn fault(source: &Source, error: &minijinja::Error, work: u64) -> Error {
     let reason = match error.kind() {
         ErrorKind::OutOfFuel => format!(
@@ -365,7 +365,8 @@ fn fault(source: &Source, error: &minijinja::Error, work: u64) -> Error {
     moh_files::unusable(name, format!("chat template: {reason}")).into()
 }
 
-/// A conversation in which the text of a turn cannot be found; whether it `helps` to train on the last one alone.
+/// Returns a conversation in which the text of a turn cannot be found; whether it `helps` to train on the last one
+/// alone.
 fn other_beginning(turn: usize, helps: bool) -> Error {
     let more = match helps {
         true => ", or train on the last message alone with --chat-train last",

@@ -59,7 +59,7 @@ fn split(text: &str, from_end: bool, arguments: &[Value]) -> Result<Value, Error
     Ok(parts.into_iter().map(Value::from).collect())
 }
 
-/// The words of a text, from its end on with `from_end`; what follows `count` of them is one part.
+/// Returns the words of a text, from its end on with `from_end`; what follows `count` of them is one part.
 fn words<'t>(text: &'t str, from_end: bool, count: usize) -> Vec<&'t str> {
     let trimmed = |text: &'t str| match from_end {
         true => text.trim_end_matches(is_space),
@@ -112,7 +112,7 @@ fn lines(text: &str, arguments: &[Value]) -> Result<Value, Error> {
     Ok(lines.into())
 }
 
-/// The filter `trim`.
+/// Returns the filter `trim`.
 pub(crate) fn trim(value: StringInput<'_>, letters: Option<Cow<'_, str>>) -> Value {
     match letters {
         None => value.as_str().trim_matches(is_space).into(),
@@ -120,7 +120,7 @@ pub(crate) fn trim(value: StringInput<'_>, letters: Option<Cow<'_, str>>) -> Val
     }
 }
 
-/// The filter `int`: 0 of a text that is no number, as Jinja has it.
+/// Returns the filter `int`: 0 of a text that is no number, as Jinja has it.
 pub(crate) fn int(
     state: &State,
     value: Value,

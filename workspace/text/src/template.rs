@@ -94,7 +94,7 @@ impl ChatTemplate {
         Ok(default.map(|default| Self::of(default, for_tools, tokens.clone())))
     }
 
-    /// A template of these words, which errors name `path`, with its special tokens by their names, such as
+    /// Creates a template of these words, which errors name `path`, with its special tokens by their names, such as
     /// `bos_token`.
     pub fn new(path: PathBuf, text: &str, special_tokens: BTreeMap<String, String>) -> Self {
         Self::of(Source::new(path, text), None, special_tokens)
@@ -115,7 +115,7 @@ impl ChatTemplate {
         Self { default, for_tools, special_tokens, blake3 }
     }
 
-    /// The template of conversations without tools, as its file has it.
+    /// Returns the template of conversations without tools, as its file has it.
     pub fn text(&self) -> &str {
         &self.default.text
     }
@@ -131,7 +131,7 @@ impl ChatTemplate {
     }
 }
 
-/// The settings of a tokenizer; null if there are none.
+/// Returns the settings of a tokenizer; null if there are none.
 pub(crate) fn settings(directory: &Path) -> Result<Value> {
     let path = directory.join(TOKENIZER_CONFIG);
     let text = read(&path)?.unwrap_or_else(|| "null".to_owned());
@@ -139,7 +139,7 @@ pub(crate) fn settings(directory: &Path) -> Result<Value> {
     Ok(serde_json::from_str(&text).map_err(fault)?)
 }
 
-/// The text of a file; `None` if it does not exist.
+/// Returns the text of a file; `None` if it does not exist.
 fn read(path: &Path) -> Result<Option<String>> {
     let bytes = moh_files::read_bounded_if_any(path, MAX_FILE_BYTES, "a file with a template")?;
     if bytes.as_ref().is_some_and(|bytes| bytes.starts_with(GIT_LFS)) {
@@ -148,13 +148,13 @@ fn read(path: &Path) -> Result<Option<String>> {
     Ok(bytes.map(|bytes| moh_files::utf8(path, bytes)).transpose()?)
 }
 
-/// Whether a directory has templates, so that those of the settings do not count.
+/// Returns whether a directory has templates, so that those of the settings do not count.
 fn has_templates(directory: &Path) -> bool {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     entries.into_iter().any(|entry| entry.path().extension().is_some_and(|end| end == "jinja"))
 }
 
-/// The template of this name: a text is the default.
+/// Returns the template of this name: a text is the default.
 fn named<'c>(templates: &'c Value, name: &str) -> Option<&'c str> {
     match templates {
         Value::String(text) => (name == DEFAULT).then_some(text.as_str()),

@@ -42,7 +42,7 @@ impl<'a> TextStream<'a> {
         self.advance(false)
     }
 
-    /// The remaining text; an incomplete character at the end decodes as U+FFFD.
+    /// Returns the remaining text; an incomplete character at the end decodes as U+FFFD.
     pub fn finish(mut self) -> Result<String> {
         self.advance(true)
     }

@@ -106,27 +106,27 @@ impl TextTokenizer {
         self
     }
 
-    /// Whether special tokens that a text names are encoded as text.
+    /// Returns whether special tokens that a text names are encoded as text.
     pub fn splits_special_tokens(&self) -> bool {
         self.inner.get_encode_special_tokens()
     }
 
-    /// The last id that the post-processor puts after a text.
+    /// Returns the last id that the post-processor puts after a text.
     pub fn suffix(&self) -> Option<u32> {
         self.suffix
     }
 
-    /// The id of a token.
+    /// Returns the id of a token.
     pub fn id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// The token of an id.
+    /// Returns the token of an id.
     pub fn token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
 
-    /// The `tokenizer.json`.
+    /// Returns the `tokenizer.json`.
     pub fn path(&self) -> &Path {
         &self.source.path
     }
@@ -136,12 +136,12 @@ impl TextTokenizer {
         &self.source.remarks
     }
 
-    /// The special tokens by their names, such as `eos_token`.
+    /// Returns the special tokens by their names, such as `eos_token`.
     pub fn special_tokens(&self) -> &BTreeMap<String, String> {
         &self.source.special
     }
 
-    /// The tokenizer in the library's own form.
+    /// Returns the tokenizer in the library's own form.
     pub fn library(&self) -> &Tokenizer {
         &self.inner
     }
@@ -165,14 +165,14 @@ impl TextTokenizer {
         self.content.get_or_init(|| json.content()).clone()
     }
 
-    /// The tokenizer as the library writes it.
+    /// Returns the tokenizer as the library writes it.
     pub fn json(&self) -> Result<TokenizerJson> {
         let text = serde_json::to_string(&self.inner).map_err(|error| self.failure(&error))?;
         let tokens = self.inner.get_vocab(false).into_iter().collect();
         TokenizerJson::written(&text, tokens).map_err(|error| self.failure(&error))
     }
 
-    /// The ids of the special tokens, in increasing order.
+    /// Returns the ids of the special tokens, in increasing order.
     pub fn special_ids(&self) -> impl Iterator<Item = u32> + '_ {
         self.special.iter().copied()
     }
@@ -181,17 +181,17 @@ impl TextTokenizer {
         self.special.contains(&id)
     }
 
-    /// The largest id + 1.
+    /// Returns the largest id + 1.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
 
-    /// The ids of a text, with BOS and EOS as the tokenizer's post-processor adds them.
+    /// Returns the ids of a text, with BOS and EOS as the tokenizer's post-processor adds them.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         self.ids(text, true)
     }
 
-    /// The ids of a text to be continued: the post-processor's prefix and the text, without a
+    /// Returns the ids of a text to be continued: the post-processor's prefix and the text, without a
     /// suffix such as EOS.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.prefix.clone();
@@ -199,7 +199,7 @@ impl TextTokenizer {
         Ok(ids)
     }
 
-    /// The ids of a text without those that the post-processor adds. Special tokens that the text
+    /// Returns the ids of a text without those that the post-processor adds. Special tokens that the text
     /// names are encoded.
     pub fn encode_without_special_tokens(&self, text: &str) -> Result<Vec<u32>> {
         self.ids(text, false)
@@ -218,7 +218,7 @@ impl TextTokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// The text of ids; `skip_special` leaves out BOS, EOS and other special tokens. Ids without a
+    /// Returns the text of ids; `skip_special` leaves out BOS, EOS and other special tokens. Ids without a
     /// token, as in a padded vocabulary, decode to nothing.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         self.call(|| self.inner.decode(ids, skip_special))
@@ -352,7 +352,7 @@ fn remark_of_class(
     ))
 }
 
-/// The parts of a normalizer or pre-tokenizer with what changes ids, one after the other.
+/// Returns the parts of a normalizer or pre-tokenizer with what changes ids, one after the other.
 fn parts_of(component: &serde_json::Value) -> Vec<String> {
     let parts =
         ["normalizers", "pretokenizers"].into_iter().find_map(|name| component[name].as_array());

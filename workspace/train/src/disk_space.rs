@@ -25,7 +25,7 @@ const MANIFEST_BYTES: u64 = 4 << 10;
 /// Bytes of the Python code and the card of a Mixture-of-Head model, and of its configuration.
 const DESCRIPTION_BYTES: u64 = 32 << 10;
 
-/// The bytes that a user can still write on the file system of `path`. `None` if the system does not say,
+/// Returns the bytes that a user can still write on the file system of `path`. `None` if the system does not say,
 /// or says nonsense: no room at all, as some network file systems do, or more room than there is in all.
 pub fn free_space(path: &Path) -> io::Result<Option<u64>> {
     #[cfg(target_os = "linux")]
@@ -69,7 +69,7 @@ impl Needs {
         }
     }
 
-    /// The bytes that are written beside `existing` bytes of checkpoints, which newer ones replace. An
+    /// Returns the bytes that are written beside `existing` bytes of checkpoints, which newer ones replace. An
     /// earlier export stays until the new one is complete.
     fn beside(&self, existing: u64) -> u64 {
         let checkpoints = self.checkpoint.saturating_mul(self.num_checkpoints);

@@ -101,7 +101,7 @@ pub(crate) fn keep_foreign(run: &RunDirectory, step: u64) -> Result<Option<PathB
     Ok(Some(aside))
 }
 
-/// The elements of a tensor of the checkpoint at `path`.
+/// Returns the elements of a tensor of the checkpoint at `path`.
 fn stored_values(stored: &StoredCheckpoint, path: &Path, spec: &TensorSpec) -> Result<Vec<f32>> {
     let mut values = vec![0f32; spec.shape.iter().product()];
     let read = stored.read_f32(TensorKind::Weight, &spec.name, &mut values);
@@ -109,7 +109,7 @@ fn stored_values(stored: &StoredCheckpoint, path: &Path, spec: &TensorSpec) -> R
     Ok(values)
 }
 
-/// The elements of a tensor of a whole model; none of a tensor that it does not have.
+/// Returns the elements of a tensor of a whole model; none of a tensor that it does not have.
 fn own_values<B: Backend, T: Element>(model: &Model<B, T>, spec: &TensorSpec) -> Result<Vec<f32>> {
     let mut segments = model.layout().segments();
     match segments.find(|(_, segment)| segment.name == spec.name) {

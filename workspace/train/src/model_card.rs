@@ -95,7 +95,7 @@ fn teacher(stage: &Stage) -> Option<String> {
     ))
 }
 
-/// The token files of a stage, with their weights if there are several.
+/// Returns the token files of a stage, with their weights if there are several.
 fn text(sources: &[Source]) -> String {
     let of_source = |Source { path, weight }: &Source| match sources.len() {
         1 => format!("`{}`", file_name(path)),
@@ -108,7 +108,7 @@ fn file_name(path: &Path) -> Cow<'_, str> {
     path.file_name().unwrap_or(path.as_os_str()).to_string_lossy()
 }
 
-/// A table of the stages, with the tokens of each so far.
+/// Returns a table of the stages, with the tokens of each so far.
 fn stages(recipe: &Recipe, state: &RunState) -> String {
     let mut table = "| stage | attention | text | tokens | tokens of a step | learning rate |\n\
                      |---|---|---|---|---|---|"

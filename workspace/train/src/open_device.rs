@@ -29,7 +29,7 @@ pub fn open_device(recipe: &Recipe, path: &Path, local_rank: usize) -> Result<Op
     }
 }
 
-/// The memory of the buffers that ranks exchange.
+/// Returns the memory of the buffers that ranks exchange.
 fn buffers(device: &OpenDevice) -> Result<Buffers> {
     match device {
         OpenDevice::Cpu => Ok(Buffers::Host),
@@ -63,7 +63,7 @@ pub fn connect(
     Ok(World::connect(launch, buffers, WorldOptions { fingerprint, ..options })?)
 }
 
-/// The text of the first rank that has one, on all ranks of `world`, which call this together; empty if
+/// Returns the text of the first rank that has one, on all ranks of `world`, which call this together; empty if
 /// none has.
 pub fn share_text(device: &OpenDevice, world: &World, text: Option<String>) -> Result<String> {
     struct Share<'a>(&'a World, Option<Vec<u8>>);
@@ -81,7 +81,7 @@ pub fn share_text(device: &OpenDevice, world: &World, text: Option<String>) -> R
     Ok(String::from_utf8_lossy(&shared.unwrap_or_default()).into_owned())
 }
 
-/// The properties that all ranks must share: the program, byte for byte, and the recipes. Two builds
+/// Returns the properties that all ranks must share: the program, byte for byte, and the recipes. Two builds
 /// of one version, or two processor architectures, may give different results.
 fn fingerprint(recipes: &[&Recipe]) -> Result<String> {
     let program = std::env::current_exe().and_then(|path| {

@@ -29,8 +29,8 @@ pub(crate) struct Rates {
 }
 
 impl Rates {
-    /// The rates of the steps of `stage`, whose attention `model` has, on `ranks` ranks; a teacher's forward pass
-    /// counts.
+    /// Returns the rates of the steps of `stage`, whose attention `model` has, on `ranks` ranks; a teacher's forward
+    /// pass counts.
     pub(crate) fn new<B: Backend>(
         recipe: &Recipe,
         stage: &Stage,
@@ -63,7 +63,7 @@ impl Rates {
     }
 }
 
-/// The peak rate of a device for products in `dtype`; `None` if it is not known.
+/// Returns the peak rate of a device for products in `dtype`; `None` if it is not known.
 fn peak_tflops(device: &str, dtype: ElementType) -> Option<f64> {
     let known = PEAKS.iter().find(|(words, _)| words.iter().all(|word| device.contains(word)));
     known.filter(|_| dtype == ElementType::BF16).map(|(_, peak)| *peak)

@@ -152,7 +152,7 @@ impl RunData {
         open_windows(prefix, recipe, vocab_size)
     }
 
-    /// The token files that record documents without an end-of-text token, each once.
+    /// Returns the token files that record documents without an end-of-text token, each once.
     pub(crate) fn without_end_of_text(&self) -> BTreeSet<&Path> {
         let validation = self.validation.iter().map(|set| set.windows.file());
         let files = self.training_files.iter().map(|(_, file)| &**file).chain(validation);
@@ -163,7 +163,7 @@ impl RunData {
     }
 }
 
-/// The token files of all stages, each once, with their keys in the recipe.
+/// Returns the token files of all stages, each once, with their keys in the recipe.
 fn training_files(recipe: &Recipe, training: &[TrainingData]) -> Vec<(String, Arc<TokenFile>)> {
     let mut files = BTreeMap::new();
     for (stage, data) in recipe.stages.iter().zip(training) {

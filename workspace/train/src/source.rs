@@ -226,12 +226,12 @@ impl ModelSource {
         self.warning.as_deref()
     }
 
-    /// The fields of `config.json`.
+    /// Returns the fields of `config.json`.
     pub fn config_file(&self) -> &ConfigFile {
         &self.config_file
     }
 
-    /// The fields of `config.json` of the model that a run of `recipe` has in this state.
+    /// Returns the fields of `config.json` of the model that a run of `recipe` has in this state.
     pub(crate) fn fields(
         &self,
         recipe: &Recipe,
@@ -252,7 +252,7 @@ impl ModelSource {
         Ok(self.tokenizer_directory.as_deref().map(TokenizerFile::load).transpose()?)
     }
 
-    /// The tokenizer and generation files that an export has.
+    /// Returns the tokenizer and generation files that an export has.
     pub(crate) fn companions(&self) -> Result<Vec<PathBuf>> {
         let tokenizer = self.tokenizer_directory.as_deref();
         // A run without a tokenizer keeps no files.
@@ -273,7 +273,7 @@ impl ModelSource {
         }
     }
 
-    /// Whether the weights are another run's: f32, whatever `run.dtype` is.
+    /// Returns whether the weights are another run's: f32, whatever `run.dtype` is.
     pub(crate) fn is_checkpoint(&self) -> bool {
         matches!(self.weights, Weights::Stored { weights: StoredWeights::Checkpoint(_), .. })
     }
@@ -288,7 +288,7 @@ impl ModelSource {
         }
     }
 
-    /// Whether the model has a tensor, or goes on with its moments.
+    /// Returns whether the model has a tensor, or goes on with its moments.
     fn has(&self, kind: TensorKind, tensor: &str) -> bool {
         let has_moments = matches!(self.weights, Weights::Stored { moments: true, .. });
         (kind == TensorKind::Weight || has_moments) && self.tensors.contains(tensor)
@@ -324,7 +324,7 @@ impl ModelSource {
         Ok(())
     }
 
-    /// Whether a tensor has more rows than the stored model's.
+    /// Returns whether a tensor has more rows than the stored model's.
     fn is_padded(&self, tensor: &str) -> bool {
         let is_stored = !matches!(self.weights, Weights::Fresh { .. });
         is_stored
@@ -461,7 +461,7 @@ fn pad_with_mean(stored: &[f32], padding: &mut [f32], width: usize) {
     padding.chunks_exact_mut(width).for_each(|row| row.copy_from_slice(&mean));
 }
 
-/// The directory, if it has a tokenizer.
+/// Returns the directory, if it has a tokenizer.
 pub(crate) fn with_tokenizer(directory: &Path) -> Option<PathBuf> {
     directory.join("tokenizer.json").is_file().then(|| directory.to_owned())
 }

@@ -57,7 +57,7 @@ impl Teachers {
         Ok(Teachers(recipe.stages.iter().map(of_stage).collect::<Result<_, _>>()?))
     }
 
-    /// The teacher of the stage with this index.
+    /// Returns the teacher of the stage with this index.
     pub fn of_stage(&self, index: usize) -> Option<&TeacherSource> {
         self.0.get(index)?.as_ref()
     }

@@ -17,7 +17,7 @@ pub struct TimeLimit {
 }
 
 impl TimeLimit {
-    /// A limit of `length` from `start` on.
+    /// Creates a limit of `length` from `start` on.
     pub fn new(start: Instant, length: Duration) -> Self {
         TimeLimit { start, length }
     }
@@ -32,7 +32,7 @@ impl TimeLimit {
         self.length.saturating_sub(now.saturating_duration_since(self.start))
     }
 
-    /// Whether the time left does not cover another step, a checkpoint in flight beside it and one after
+    /// Returns whether the time left does not cover another step, a checkpoint in flight beside it and one after
     /// it, each as long as the longest so far, or is within the reserve: 5% of the limit, at most one
     /// minute (ten before the first checkpoint).
     pub fn is_up(

@@ -27,7 +27,7 @@ impl<'a, T> DisjointColumns<'a, T> {
         DisjointColumns { start: data.as_mut_ptr(), rows, row_stride, owner: PhantomData }
     }
 
-    /// Columns `columns` of row `row`.
+    /// Returns the columns `columns` of row `row`.
     ///
     /// # Safety
     /// No other live slice, of this thread or another, covers the same row and columns.

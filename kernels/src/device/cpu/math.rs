@@ -35,7 +35,7 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// Sum of a slice in sixteen interleaved partial sums, a fixed order that vectorises.
+/// Returns the sum of a slice in sixteen interleaved partial sums, a fixed order that vectorises.
 #[inline(always)]
 pub(crate) fn sum(x: &[f32]) -> f32 {
     let (chunks, rest) = x.as_chunks::<16>();
@@ -51,7 +51,7 @@ pub(crate) fn sum(x: &[f32]) -> f32 {
     partial.iter().sum()
 }
 
-/// The largest element of a slice, in sixteen interleaved parts, or -inf; a NaN is never the
+/// Returns the largest element of a slice, in sixteen interleaved parts, or -inf; a NaN is never the
 /// largest.
 #[inline(always)]
 pub(crate) fn largest(x: &[f32]) -> f32 {
@@ -66,7 +66,7 @@ pub(crate) fn largest(x: &[f32]) -> f32 {
     lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |largest, &value| larger(value, largest))
 }
 
-/// Sum of sixteen partial sums, by halves: each step is a vector operation.
+/// Returns the sum of sixteen partial sums, by halves: each step is a vector operation.
 #[inline(always)]
 pub(crate) fn total(mut partial: [f32; 16]) -> f32 {
     for half in [8, 4, 2, 1] {
@@ -77,7 +77,7 @@ pub(crate) fn total(mut partial: [f32; 16]) -> f32 {
     partial[0]
 }
 
-/// Sum of the squares of a slice in `LANES` interleaved partial sums; f64, in which the squares of
+/// Returns the sum of the squares of a slice in `LANES` interleaved partial sums; f64, in which the squares of
 /// the largest elements do not overflow.
 #[inline(always)]
 pub(crate) fn sum_of_squares<const LANES: usize, T: Element>(x: &[T]) -> f64 {

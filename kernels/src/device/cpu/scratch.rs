@@ -33,7 +33,7 @@ pub(crate) fn with_scratch<const N: usize, R>(
     with(&OWN, lengths, body)
 }
 
-/// The same, of memory that the calling thread shares with those that help it in `body`: each of them,
+/// Returns the same, of memory that the calling thread shares with those that help it in `body`: each of them,
 /// the calling thread too, has its own [`with_scratch`] besides.
 pub(crate) fn with_shared_scratch<const N: usize, R>(
     lengths: [usize; N],
@@ -60,7 +60,7 @@ fn with<const N: usize, R>(
     result
 }
 
-/// Bytes of [`with_scratch`] with slices of these lengths.
+/// Returns the bytes of [`with_scratch`] with slices of these lengths.
 pub(crate) fn bytes(lengths: &[usize]) -> usize {
     lines(lengths).saturating_mul(size_of::<Line>())
 }
@@ -78,7 +78,7 @@ impl ScratchBytes {
         self.own.saturating_add(self.shared)
     }
 
-    /// The larger of both kinds.
+    /// Returns the larger of both kinds.
     pub(crate) fn max(self, other: ScratchBytes) -> Self {
         ScratchBytes { own: self.own.max(other.own), shared: self.shared.max(other.shared) }
     }
@@ -99,7 +99,7 @@ pub(crate) fn reserve(bytes: ScratchBytes) {
     }
 }
 
-/// Bytes of the calling thread's memory.
+/// Returns the bytes of the calling thread's memory.
 pub(crate) fn held() -> usize {
     let held = |scratch: &'static Scratch| {
         let memory = scratch.take();

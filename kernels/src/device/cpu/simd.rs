@@ -39,7 +39,7 @@ pub(crate) use vectorized;
 pub(crate) mod tests {
     use pulp::Arch;
 
-    /// The sets of vector instructions, starting with none.
+    /// Returns the sets of vector instructions, starting with none.
     pub(crate) fn kinds() -> Vec<Arch> {
         let mut kinds = vec![Arch::Scalar, Arch::new()];
         #[cfg(target_arch = "x86_64")]

@@ -6,31 +6,31 @@ use crate::{DType, MemoryInfo, Result};
 
 /// A device's memory, kernels and matmuls.
 pub(crate) trait Device: Send + Sync {
-    /// A name for messages.
+    /// Returns a name for messages.
     fn name(&self) -> String;
 
-    /// Maximum shared memory of a block, in bytes.
+    /// Returns the maximum shared memory of a block, in bytes.
     fn most_shared_bytes(&self) -> usize;
 
-    /// The number of multiprocessors, each of which runs one block of the largest kernels.
+    /// Returns the number of multiprocessors, each of which runs one block of the largest kernels.
     fn multiprocessors(&self) -> usize;
 
-    /// Whether kernels compiled for sm_90a only can run.
+    /// Returns whether kernels compiled for sm_90a only can run.
     fn runs_hopper(&self) -> bool;
 
-    /// The tensor map with which these kernels copy a tensor to shared memory.
+    /// Returns the tensor map with which these kernels copy a tensor to shared memory.
     fn tensor_map(&self, tensor: &BoxedTensor) -> Result<TensorMap>;
 
-    /// Memory in use; `None` if the device cannot report it.
+    /// Returns the memory in use; `None` if the device cannot report it.
     fn memory_info(&self) -> Option<MemoryInfo>;
 
-    /// The calls so far, if they are counted.
+    /// Returns the calls so far, if they are counted.
     #[cfg(feature = "cuda-emulator")]
     fn emulated_calls(&self) -> Option<super::EmulatedCalls> {
         None
     }
 
-    /// Memory filled with zeros, aligned to 256 bytes.
+    /// Returns the memory filled with zeros, aligned to 256 bytes.
     fn allocate(&self, bytes: usize) -> Result<u64>;
 
     /// Frees memory once the work so far is done.
@@ -48,7 +48,7 @@ pub(crate) trait Device: Send + Sync {
 
     fn synchronize(&self) -> Result<()>;
 
-    /// The GPU's context and stream; `None` for an emulated device.
+    /// Returns the GPU's context and stream; `None` for an emulated device.
     #[cfg(feature = "cuda")]
     fn stream(&self) -> Option<super::CudaStream> {
         None
@@ -104,12 +104,12 @@ pub(crate) struct Operand {
 }
 
 impl Operand {
-    /// A matrix of `rows` x `columns` elements in memory.
+    /// Creates a matrix of `rows` x `columns` elements in memory.
     pub(crate) fn new(address: u64, dtype: DType, rows: usize, columns: usize) -> Self {
         Operand { address, dtype, rows, columns, transposed: false }
     }
 
-    /// The transpose, without moving elements.
+    /// Returns the transpose, without moving elements.
     pub(crate) fn transposed(self) -> Self {
         Operand { rows: self.columns, columns: self.rows, transposed: !self.transposed, ..self }
     }

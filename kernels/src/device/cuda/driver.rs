@@ -130,7 +130,7 @@ impl Driver {
         bound.and_then(|()| work()).map_err(|error| Error::device(&self.name, operation, error))
     }
 
-    /// The kernel of that name, with this much dynamic shared memory enabled.
+    /// Returns the kernel of that name, with this much dynamic shared memory enabled.
     fn function(&self, kernel: &str, shared_bytes: u32) -> Result<sys::CUfunction> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(function) = functions.get(kernel).filter(|f| f.shared_bytes >= shared_bytes) {

@@ -9,12 +9,12 @@ use crate::{Element, Result};
 /// Threads per block, unless a kernel specifies another number (`operators.cuh`).
 pub(crate) const THREADS: usize = 256;
 
-/// Blocks for `count` threads, at most [`MAX_BLOCKS`].
+/// Returns the blocks for `count` threads, at most [`MAX_BLOCKS`].
 pub(crate) fn blocks(count: usize) -> usize {
     count.div_ceil(THREADS).clamp(1, MAX_BLOCKS)
 }
 
-/// The name of a kernel for elements of type `T`.
+/// Returns the name of a kernel for elements of type `T`.
 pub(crate) fn name<T: Element>(kernel: &str) -> String {
     format!("{kernel}_{}", T::ELEMENT.name())
 }

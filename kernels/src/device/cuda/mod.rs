@@ -64,7 +64,7 @@ pub struct CudaStream {
 }
 
 impl Cuda {
-    /// The stream of the operators; `None` if the GPU is emulated.
+    /// Returns the stream of the operators; `None` if the GPU is emulated.
     #[cfg(feature = "cuda")]
     pub fn stream(&self) -> Option<CudaStream> {
         self.device.stream()
@@ -76,19 +76,19 @@ impl Cuda {
         Ok(Self::of(Arc::new(driver::Driver::new(ordinal)?)))
     }
 
-    /// The number of GPUs visible to this process.
+    /// Returns the number of GPUs visible to this process.
     #[cfg(feature = "cuda")]
     pub fn count() -> Result<usize> {
         driver::count()
     }
 
-    /// An emulated GPU: the CPU runs the kernels, for tests, thousands of times slower than a GPU.
+    /// Creates an emulated GPU: the CPU runs the kernels, for tests, thousands of times slower than a GPU.
     #[cfg(feature = "cuda-emulator")]
     pub fn emulated() -> Self {
         Self::of(Arc::new(emulator::Emulator::default()))
     }
 
-    /// An emulated GPU whose threads and copies run in a random order, the same one for the same
+    /// Creates an emulated GPU whose threads and copies run in a random order, the same one for the same
     /// seed; with 0 they run in the order of [`emulated`](Self::emulated).
     #[cfg(feature = "cuda-emulator")]
     pub fn emulated_with_schedule(seed: u32) -> Self {
@@ -128,7 +128,7 @@ impl Cuda {
         Cuda { algorithms: Algorithms::OfAnyRows, ..self }
     }
 
-    /// Whether results are bitwise reproducible.
+    /// Returns whether results are bitwise reproducible.
     pub(crate) fn is_deterministic(&self) -> bool {
         self.algorithms != Algorithms::Fastest
     }
@@ -137,7 +137,7 @@ impl Cuda {
         &*self.device
     }
 
-    /// The calls so far, if the GPU is emulated: for tests.
+    /// Returns the calls so far, if the GPU is emulated: for tests.
     #[cfg(feature = "cuda-emulator")]
     pub fn emulated_calls(&self) -> Option<EmulatedCalls> {
         self.device.emulated_calls()

@@ -30,7 +30,7 @@ pub(super) fn available() -> bool {
         && is_x86_feature_detected!("avx512bf16")
 }
 
-/// The most scratch, in elements, of a thread in a matmul of at most `most` rows, columns and terms.
+/// Returns the most scratch, in elements, of a thread in a matmul of at most `most` rows, columns and terms.
 pub(super) fn most_scratch(most: usize) -> [usize; 1] {
     let (depth, rows) = (most.min(DEPTH).next_multiple_of(32), most.min(ROWS));
     [left_len(rows, depth, true).max(left_len(rows, depth, false))]
@@ -76,7 +76,7 @@ impl Kernel for Avx512 {
     }
 }
 
-/// Scratch elements of a left block, with contiguous rows or columns.
+/// Returns the scratch elements of a left block, with contiguous rows or columns.
 fn left_len(rows: usize, terms: usize, by_rows: bool) -> usize {
     if by_rows {
         rows * pack::left_stride(terms)

@@ -48,7 +48,7 @@ pub(super) unsafe fn tile(rows: usize, columns: usize, terms: Terms, output: &Ou
     unsafe { of_rows!(1 2 3 4 5 6 7 8 9 10 11 12) }
 }
 
-/// The sums of `ROWS` x `VECTORS * LANES` elements.
+/// Returns the sums of `ROWS` x `VECTORS * LANES` elements.
 #[allow(unsafe_code)]
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]

@@ -23,7 +23,7 @@ const ROWS: usize = 8 * TILE_ROWS;
 /// Elements of a right block, which stays in the last-level cache.
 const RIGHT: usize = 1 << 20;
 
-/// The most scratch, in elements, of a thread in a matmul of at most `most` rows, columns and terms.
+/// Returns the most scratch, in elements, of a thread in a matmul of at most `most` rows, columns and terms.
 pub(super) fn most_scratch(most: usize) -> [usize; 1] {
     let depth = most.min(DEPTH).next_multiple_of(32);
     [pack::most_left_len(most.min(ROWS), depth).max(pack::right_scratch(depth))]

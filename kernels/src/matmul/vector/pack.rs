@@ -16,7 +16,7 @@ const SAME_SETS: usize = 4096;
 /// Terms of a right panel that are converted at a time.
 const CHUNK: usize = 128;
 
-/// Scratch elements to pack a right panel of this many terms.
+/// Returns the scratch elements to pack a right panel of this many terms.
 pub(super) fn right_scratch(terms: usize) -> usize {
     terms.min(CHUNK) * PANEL
 }
@@ -70,7 +70,7 @@ pub(super) struct Left {
 }
 
 impl Left {
-    /// The block itself if its rows are contiguous f32, else a copy in `packed`, which has
+    /// Returns the block itself if its rows are contiguous f32, else a copy in `packed`, which has
     /// [`left_len`] elements.
     pub(super) fn of<T: Element>(block: Matrix<'_, T>, packed: &mut [f32]) -> Left {
         if let (true, Some(block)) = (is_in_place(&block), block.as_f32()) {
@@ -96,24 +96,24 @@ impl Left {
         Left { start: self.start.wrapping_add(row * self.row_stride), ..self }
     }
 
-    /// The first term of the first row.
+    /// Returns the first term of the first row.
     pub(super) fn start(&self) -> *const f32 {
         self.start
     }
 }
 
-/// Whether a block is read where it is.
+/// Returns whether a block is read where it is.
 fn is_in_place<T: Element>(block: &Matrix<'_, T>) -> bool {
     let bytes = block.row_stride * size_of::<T>();
     T::DTYPE == DType::F32 && block.column_stride == 1 && !bytes.is_multiple_of(SAME_SETS)
 }
 
-/// Scratch elements of a left block.
+/// Returns the scratch elements of a left block.
 pub(super) fn left_len<T: Element>(block: Matrix<'_, T>) -> usize {
     if is_in_place(&block) { 0 } else { most_left_len(block.rows, block.columns) }
 }
 
-/// The most scratch elements of a left block of this shape.
+/// Returns the most scratch elements of a left block of this shape.
 pub(super) fn most_left_len(rows: usize, terms: usize) -> usize {
     (rows * (terms + GAP)).max(terms * rows.next_multiple_of(GAP))
 }

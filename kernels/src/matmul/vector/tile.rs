@@ -13,7 +13,7 @@ pub(super) const TILE_ROWS: usize = 12;
 /// Vectors of columns of a tile.
 const VECTORS: usize = 2;
 
-/// Rows and columns of a tile: with its operands it fills the registers.
+/// Returns the rows and columns of a tile: with its operands it fills the registers.
 #[inline(always)]
 pub(super) fn shape<S: Simd>() -> (usize, usize) {
     let rows = if S::REGISTER_COUNT >= 32 { TILE_ROWS } else { TILE_ROWS / 2 };
@@ -82,7 +82,7 @@ unsafe fn of<S: Simd, const M: usize, const V: usize>(
     }
 }
 
-/// The sums of M rows and V vectors of columns.
+/// Returns the sums of M rows and V vectors of columns.
 ///
 /// # Safety
 /// As [`tile`].

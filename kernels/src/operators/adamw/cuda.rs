@@ -14,7 +14,7 @@ use crate::{Element, Result, check_len};
 const SEGMENTS: usize = 128;
 const MIN_BLOCK_ELEMENTS: usize = 8 * THREADS;
 
-/// The table of up to [`SEGMENTS`] segments, with one block per `of_block` elements of each, and
+/// Returns the table of up to [`SEGMENTS`] segments, with one block per `of_block` elements of each, and
 /// the total number of blocks.
 fn table<G: Element>(xs: &[CudaView<'_, G>], of_block: usize) -> ([Segment; SEGMENTS], usize) {
     let mut segments = [Segment::zeroed(); SEGMENTS];

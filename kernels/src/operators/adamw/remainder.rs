@@ -9,14 +9,14 @@ use half::bf16;
 
 use crate::scalar::Element;
 
-/// The f32 value of a bf16 weight and its remainder.
+/// Returns the f32 value of a bf16 weight and its remainder.
 #[inline(always)]
 pub fn join(weight: bf16, remainder: i16) -> f32 {
     let bits = u32::from(weight.to_bits()) << 16;
     f32::from_bits(bits.wrapping_add_signed(i32::from(remainder)))
 }
 
-/// The nearest bf16 value, ties to even, and the remainder, so that [`join`] gives `exact`. One
+/// Returns the nearest bf16 value, ties to even, and the remainder, so that [`join`] gives `exact`. One
 /// value in 2^17 is a tie that rounds down by 2^15, while a remainder is at most 2^15 - 1: its
 /// magnitude decreases by one unit in the last of 24 bits, as any f32 operation may round.
 #[inline(always)]

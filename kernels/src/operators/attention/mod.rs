@@ -72,7 +72,7 @@ impl AttentionShape {
         check_len(operator, "log_sum_exp", log_sum_exp, self.tokens() * heads)
     }
 
-    /// Elements from the first to the last of `rows` rows of `width` elements, `stride` apart.
+    /// Returns the elements from the first to the last of `rows` rows of `width` elements, `stride` apart.
     fn extent(rows: usize, stride: usize, width: usize) -> usize {
         rows.checked_sub(1).map_or(0, |before| before * stride + width)
     }
@@ -175,7 +175,7 @@ impl<M: Memory> AttentionArgs<'_, M> {
         }
     }
 
-    /// The factor of the products of queries and keys.
+    /// Returns the factor of the products of queries and keys.
     fn scale(&self) -> f32 {
         self.score_factor * (self.shape.head_dim as f32).sqrt().recip()
     }
@@ -279,7 +279,7 @@ impl<M: Memory, T: Element> AttentionBackward<'_, M, T> {
 
 /// Attention as an operator of a device.
 pub trait Attention: Memory {
-    /// The name of the path of the last attention, forward or backward, on a device that has
+    /// Returns the name of the path of the last attention, forward or backward, on a device that has
     /// several; `None` before the first.
     fn last_path(&self) -> Option<&'static str> {
         None

@@ -24,7 +24,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// The row, the position and the first block of each sequence whose token was generated.
+    /// Returns the row, the position and the first block of each sequence whose token was generated.
     pub fn generated(spans: &[Span]) -> Vec<u32> {
         // Of a pass, whose numbers of rows and blocks fit.
         let numbers =
@@ -61,14 +61,14 @@ pub struct SequenceAttention<'a, M: Memory, T: Element> {
     pub log_sum_exp: ViewMut<'a, M, f32>,
 }
 
-/// The attention of some tokens of a sequence over all that are before them.
+/// Returns the attention of some tokens of a sequence over all that are before them.
 pub(super) fn shape_of(shape: &QkvShape, span: &Span) -> AttentionShape {
     let key_length = span.position + span.rows.len();
     let one = QkvShape { batch: 1, length: span.rows.len(), ..*shape };
     AttentionShape::of_qkv(&one, key_length)
 }
 
-/// The entries of a sequence's blocks in the table.
+/// Returns the entries of a sequence's blocks in the table.
 pub(super) fn blocks_of(span: &Span, block_length: usize) -> Range<usize> {
     let end = span.position + span.rows.len();
     span.first_block..span.first_block + end.div_ceil(block_length)
@@ -132,7 +132,7 @@ impl<M: Memory, T: Element> SequenceAttention<'_, M, T> {
         AttentionArgs { selection, ..AttentionArgs::causal(whole) }.check(OPERATOR)
     }
 
-    /// The attention of one of the sequences.
+    /// Returns the attention of one of the sequences.
     #[cfg(gpu)]
     pub(super) fn of<'v>(&'v mut self, span: &Span) -> AttentionForward<'v, M, T> {
         let shape = shape_of(self.shape, span);

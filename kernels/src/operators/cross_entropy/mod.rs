@@ -46,19 +46,19 @@ pub struct HeadShape {
 }
 
 impl HeadShape {
-    /// An unsharded head.
+    /// Creates an unsharded head.
     pub const fn whole(tokens: usize, width: usize, vocab_size: usize) -> Self {
         HeadShape { tokens, width, vocab_size, largest_share: vocab_size, has_teacher: false }
     }
 
-    /// The shard of `rows` on one of `ranks` ranks.
+    /// Returns the shard of `rows` on one of `ranks` ranks.
     pub fn of_rows(tokens: usize, width: usize, rows: VocabularyRows, ranks: usize) -> Self {
         let largest_share = rows.vocab_size.div_ceil(ranks);
         let (vocab_size, has_teacher) = (rows.count, false);
         HeadShape { tokens, width, vocab_size, largest_share, has_teacher }
     }
 
-    /// The same head, with a teacher or without.
+    /// Returns the same head, with a teacher or without.
     pub const fn with_teacher(self, has_teacher: bool) -> Self {
         HeadShape { has_teacher, ..self }
     }

@@ -9,7 +9,7 @@ use crate::ranks::VocabularyRows;
 use crate::{Element, Result};
 
 impl Parameters {
-    /// The arguments of both passes; `table` and `rows` are null.
+    /// Returns the arguments of both passes; `table` and `rows` are null.
     fn new(width: usize, rows: VocabularyRows, ids: CudaView<'_, u32>) -> Self {
         Parameters {
             ids: ids.address,

@@ -29,7 +29,7 @@ pub struct LinearForward<'a, M: Memory, T: Element> {
 }
 
 impl<'a, M: Memory, T: Element> LinearForward<'a, M, T> {
-    /// A product alone, by the weight itself.
+    /// Creates a product alone, by the weight itself.
     pub fn new(
         inputs: usize,
         x: View<'a, M, T>,
@@ -73,7 +73,7 @@ pub trait Linear: Memory {
     /// `y = x weight^T (+ residual)`.
     fn linear_forward<T: Element>(&self, args: LinearForward<'_, Self, T>) -> Result<()>;
 
-    /// Elements of a packed weight `[outputs, inputs]` of elements `T`; 0 if the device does not pack them.
+    /// Returns the elements of a packed weight `[outputs, inputs]` of elements `T`; 0 if the device does not pack them.
     fn packed_len<T: Element>(&self, _inputs: usize, _outputs: usize) -> usize {
         0
     }

@@ -83,12 +83,12 @@ fn backward<T: Element, G: Element>(args: QkNormBackward<'_, Cpu, T, G>) -> Resu
     Ok(())
 }
 
-/// Maximum scratch of a thread in the backward pass over `tokens` tokens with heads of `head_dim`.
+/// Returns the maximum scratch of a thread in the backward pass over `tokens` tokens with heads of `head_dim`.
 pub(crate) fn scratch_bytes(tokens: usize, head_dim: usize) -> usize {
     scratch::bytes(&[tokens.div_ceil(ROWS) * 2 * head_dim])
 }
 
-/// The index of a head's weight: 0 for queries, 1 for keys; `None` for values.
+/// Returns the index of a head's weight: 0 for queries, 1 for keys; `None` for values.
 #[inline(always)]
 fn weight_of(shape: &QkvShape, head: usize) -> Option<usize> {
     match head {

@@ -46,7 +46,7 @@ pub struct QkNormBackward<'a, M: Memory, T: Element, G: Element> {
 
 /// Query and key norms as an operator of a device.
 pub trait QkNorm: Memory {
-    /// Norms queries and keys, and copies values.
+    /// Returns the norms queries and keys, and copies values.
     fn qk_norm_forward<T: Element>(&self, args: QkNormForward<'_, Self, T>) -> Result<()>;
 
     /// Replaces the gradients of normed queries and keys by the gradients of the unnormed ones, and

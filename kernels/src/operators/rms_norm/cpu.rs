@@ -14,7 +14,7 @@ const ROWS: usize = 64;
 /// Elements processed at a time.
 const BLOCK: usize = 16;
 
-/// Bytes of scratch of a backward pass.
+/// Returns the bytes of scratch of a backward pass.
 pub(crate) fn scratch_bytes(tokens: usize, width: usize) -> usize {
     scratch::bytes(&[partial_len(tokens, width)])
 }
@@ -145,7 +145,7 @@ fn row_backward<T: Element>(
     }
 }
 
-/// Sum of x w dy over a row.
+/// Returns the sum of x w dy over a row.
 #[inline(always)]
 pub(crate) fn inner<T: Element>(x: &[T], weight: &[T], d_y: &[T]) -> f32 {
     let ((x, x_rest), (weight, weight_rest)) =

@@ -24,12 +24,12 @@ pub struct QkvShape {
 }
 
 impl QkvShape {
-    /// Tokens of all sequences, N.
+    /// Returns the tokens of all sequences, N.
     pub fn tokens(&self) -> usize {
         self.batch * self.length
     }
 
-    /// Elements of one token's queries, keys and values.
+    /// Returns the elements of one token's queries, keys and values.
     pub fn row(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }

@@ -60,7 +60,7 @@ impl Routers for Cpu {
     }
 }
 
-/// The share of tokens that selected each column's head.
+/// Returns the share of tokens that selected each column's head.
 pub(crate) fn load(routing: &Routing<Cpu>) -> impl Iterator<Item = f64> {
     let tokens = routing.tokens().max(1) as f64;
     routing.counts[..routing.columns()].iter().map(move |&count| f64::from(count) / tokens)

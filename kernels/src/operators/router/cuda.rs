@@ -7,7 +7,7 @@ use crate::workspace::gpu::balance_loss_bytes;
 use crate::{Result, adamw, check_len};
 
 impl Tables {
-    /// The tables of a routing as a kernel's parameters.
+    /// Returns the tables of a routing as a kernel's parameters.
     pub(crate) fn new(routing: &Routing<Cuda>) -> Self {
         let heads = routing.heads();
         Tables {

@@ -140,17 +140,17 @@ impl<M: Memory> Routing<M> {
         })
     }
 
-    /// The layer's heads.
+    /// Returns the layer's heads.
     pub fn heads(&self) -> Heads {
         self.shape.heads
     }
 
-    /// Tokens that were routed.
+    /// Returns the tokens that were routed.
     pub fn tokens(&self) -> usize {
         self.tokens
     }
 
-    /// Columns of the tables, R: column i is that of head `shared().leading() + i`.
+    /// Returns the columns of the tables, R: column i is that of head `shared().leading() + i`.
     pub fn columns(&self) -> usize {
         self.heads().count - self.shared.leading()
     }
@@ -165,12 +165,12 @@ impl<M: Memory> Routing<M> {
         self.shared
     }
 
-    /// Local heads without a column, which are the first ones and shared.
+    /// Returns the local heads without a column, which are the first ones and shared.
     pub fn local_leading(&self) -> usize {
         self.heads().local_below(self.shared.leading())
     }
 
-    /// Whether the router scales heads' outputs.
+    /// Returns whether the router scales heads' outputs.
     pub fn is_weighted(&self) -> bool {
         self.weighted
     }
@@ -192,7 +192,7 @@ impl<M: Memory> Routing<M> {
         M::view_mut(&mut self.selected, 0..len)
     }
 
-    /// The gates, `[tokens, R]`, of all ranks' heads; 0 in the columns of shared heads.
+    /// Returns the gates, `[tokens, R]`, of all ranks' heads; 0 in the columns of shared heads.
     pub fn gates(&self) -> View<'_, M, f32> {
         M::view(&self.gates, 0..self.tokens * self.columns())
     }
@@ -203,8 +203,8 @@ impl<M: Memory> Routing<M> {
         M::view_mut(&mut self.gates, 0..len)
     }
 
-    /// The factors of the outputs, `[tokens, local heads]`, 0 of heads that a token did not select; empty if the router
-    /// does not scale them.
+    /// Returns the factors of the outputs, `[tokens, local heads]`, 0 of heads that a token did not select; empty if
+    /// the router does not scale them.
     pub fn weights(&self) -> View<'_, M, f32> {
         let len = if self.weighted { self.tokens * self.heads().local() } else { 0 };
         M::view(&self.weights, 0..len)
@@ -219,7 +219,7 @@ impl<M: Memory> Routing<M> {
         M::view_mut(&mut self.weights, 0..len)
     }
 
-    /// The selection, an argument of attention.
+    /// Returns the selection, an argument of attention.
     pub fn selection(&self) -> Selection<'_, M> {
         let heads = self.heads();
         let routed = match heads.ranks {
@@ -294,7 +294,7 @@ pub struct RouterRanks<'a, M: Memory> {
     pub all_reduce: AllReduce<'a, M>,
 }
 
-/// The exchange between ranks for a routing of `heads`; `None` if all of them are local.
+/// Returns the exchange between ranks for a routing of `heads`; `None` if all of them are local.
 pub(crate) fn exchange<E>(
     operator: &'static str,
     heads: Heads,

@@ -18,7 +18,7 @@ pub struct SharedHeads {
 }
 
 impl SharedHeads {
-    /// The first `count` heads.
+    /// Returns the first `count` heads.
     pub const fn first(count: usize) -> Self {
         SharedHeads { leading: count, others: [0; WORDS] }
     }
@@ -46,7 +46,7 @@ impl SharedHeads {
         Ok(shared)
     }
 
-    /// Whether a head is shared.
+    /// Returns whether a head is shared.
     pub fn contains(&self, head: usize) -> bool {
         head.checked_sub(self.leading).is_none_or(|bit| self.has(bit))
     }
@@ -55,23 +55,23 @@ impl SharedHeads {
         self.others.get(bit / 64).is_some_and(|word| (word >> (bit % 64)) & 1 == 1)
     }
 
-    /// The number of shared heads.
+    /// Returns the number of shared heads.
     pub fn len(&self) -> usize {
         let others: u32 = self.others.iter().map(|word| word.count_ones()).sum();
         self.leading + others as usize
     }
 
-    /// Whether no head is shared.
+    /// Returns whether no head is shared.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The number of heads from head 0 on before the first one that is not shared.
+    /// Returns the number of heads from head 0 on before the first one that is not shared.
     pub fn leading(&self) -> usize {
         self.leading
     }
 
-    /// The shared heads in ascending order.
+    /// Returns the shared heads in ascending order.
     pub fn heads(&self) -> impl DoubleEndedIterator<Item = usize> {
         let set = *self;
         let others = (0..SPAN).filter(move |&bit| set.has(bit)).map(move |bit| set.leading + bit);

@@ -76,7 +76,7 @@ fn sample(logits: &[f32], sampling: &RowSampling) -> Option<u32> {
     draw(&probabilities, random)
 }
 
-/// The first token up to which the probabilities add up to more than `random` of their sum.
+/// Returns the first token up to which the probabilities add up to more than `random` of their sum.
 fn draw(probabilities: &[f32], random: f32) -> Option<u32> {
     let mut sum = 0f32;
     let sums: Vec<f32> = (probabilities.iter())
@@ -91,7 +91,7 @@ fn draw(probabilities: &[f32], random: f32) -> Option<u32> {
     (sum > 0.0 && found < sums.len()).then_some(found as u32)
 }
 
-/// Index of the largest logit; the first of equal ones.
+/// Returns the index of the largest logit; the first of equal ones.
 fn likeliest(logits: &[f32]) -> u32 {
     let largest = largest(logits);
     logits.iter().position(|logit| *logit == largest).unwrap_or(0) as u32
@@ -107,7 +107,7 @@ fn softmax(logits: &[f32], scale: f32) -> Vec<f32> {
     values
 }
 
-/// The sum in 32 columns, added pairwise, plus the remaining values one by one.
+/// Returns the sum in 32 columns, added pairwise, plus the remaining values one by one.
 fn sum(values: &[f32]) -> f32 {
     let (rows, rest) = values.as_chunks::<32>();
     let mut columns = [0f32; 32];
@@ -177,7 +177,7 @@ impl LogProbabilities {
     }
 }
 
-/// The `count` tokens of the largest logits, the largest first, equal ones in their order.
+/// Returns the `count` tokens of the largest logits, the largest first, equal ones in their order.
 fn first(logits: &[f32], count: usize) -> Vec<u32> {
     let by_logit = |a: &u32, b: &u32| -> Ordering {
         logits[*b as usize].total_cmp(&logits[*a as usize]).then_with(|| a.cmp(b))

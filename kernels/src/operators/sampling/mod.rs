@@ -29,7 +29,7 @@ pub struct RowSampling {
 }
 
 impl RowSampling {
-    /// The factor of the logits, 0 for the likeliest token alone.
+    /// Returns the factor of the logits, 0 for the likeliest token alone.
     fn inverse_temperature(&self) -> f32 {
         if self.temperature > 0.0 { (1.0 / self.temperature) as f32 } else { 0.0 }
     }
@@ -50,7 +50,7 @@ pub struct LogitChange {
 }
 
 impl LogitChange {
-    /// A change of nothing.
+    /// Creates a change of nothing.
     pub const fn none(token: u32) -> Self {
         LogitChange { token, bias: 0.0, repetition: 1.0, penalty: 0.0 }
     }

@@ -68,7 +68,7 @@ fn forward_block<T: Element>(gate: &[T; BLOCK], up: &[T; BLOCK]) -> [T; BLOCK] {
     out
 }
 
-/// The elements after a row's last whole block, padded with zeros: a loop over single elements
+/// Returns the elements after a row's last whole block, padded with zeros: a loop over single elements
 /// would take longer than a block.
 #[inline(always)]
 fn padded<T: Element>(rest: &[T]) -> [T; BLOCK] {

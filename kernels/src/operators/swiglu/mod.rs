@@ -20,7 +20,7 @@ pub trait Swiglu: Memory {
         out: ViewMut<'_, Self, T>,
     ) -> Result<()>;
 
-    /// The gradient of [`Swiglu::swiglu_forward`], in place: `gate_up` is replaced by its gradient,
+    /// Returns the gradient of [`Swiglu::swiglu_forward`], in place: `gate_up` is replaced by its gradient,
     /// and `out`, on entry the output's gradient, by the output, which therefore need not be saved.
     fn swiglu_backward<T: Element>(
         &self,

@@ -194,7 +194,7 @@ unsafe extern "C" fn completed(_: *mut c_void, _: u32, buffer: *mut u8, _: usize
     });
 }
 
-/// The activity of a record; `None` for records of other kinds.
+/// Returns the activity of a record; `None` for records of other kinds.
 ///
 /// # Safety
 /// The record is complete and aligned to 8 bytes, and a kernel's name is a string or null.

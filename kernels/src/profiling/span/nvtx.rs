@@ -107,7 +107,7 @@ pub fn connect_profiler() -> Result<bool> {
     Ok(PROFILER.get().is_some())
 }
 
-/// The profiler that is notified of spans.
+/// Returns the profiler that is notified of spans.
 pub(super) fn profiler() -> Option<&'static dyn Sink> {
     PROFILER.get().map(|nvtx| nvtx as &dyn Sink)
 }

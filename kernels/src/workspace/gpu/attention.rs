@@ -12,7 +12,7 @@ pub(crate) const ROWS: usize = 64;
 /// Maximum scratch memory of several sequences in one launch of Hopper's backward pass.
 const MAX_BACKWARD_BYTES: usize = 512 << 20;
 
-/// Bytes of a tile of bf16.
+/// Returns the bytes of a tile of bf16.
 pub(crate) fn tile_bytes(rows: usize, width: usize) -> usize {
     rows * width * 2
 }
@@ -22,22 +22,22 @@ fn row_tile_bytes(width: usize) -> usize {
     tile_bytes(2 * ROWS, width) + ROWS * 16
 }
 
-/// Bytes of the packed rows; 0 if every row is selected.
+/// Returns the bytes of the packed rows; 0 if every row is selected.
 pub(crate) fn packed_bytes(shape: &AttentionShape, routed: bool) -> usize {
     if routed { (shape.tokens() * shape.heads + shape.batch * shape.kv_heads) * 4 } else { 0 }
 }
 
-/// Bytes of the packed rows before other areas, which start at multiples of 16 bytes.
+/// Returns the bytes of the packed rows before other areas, which start at multiples of 16 bytes.
 pub(crate) fn packed_before_areas(shape: &AttentionShape, routed: bool) -> usize {
     packed_bytes(shape, routed).next_multiple_of(16)
 }
 
-/// Bytes of `<d_out, O>` if the caller does not request it, rounded up to a multiple of 16.
+/// Returns the bytes of `<d_out, O>` if the caller does not request it, rounded up to a multiple of 16.
 pub(crate) fn delta_bytes(shape: &AttentionShape) -> usize {
     (shape.tokens() * shape.heads * size_of::<f32>()).next_multiple_of(16)
 }
 
-/// Whether offsets of queries, keys and values within a sequence fit 32 bits, with `key_stride`
+/// Returns whether offsets of queries, keys and values within a sequence fit 32 bits, with `key_stride`
 /// elements from one key to the next.
 pub(crate) fn fits_32_bits(shape: &AttentionShape, key_stride: usize) -> bool {
     let longest = shape.query_length.max(shape.key_length);
@@ -45,7 +45,7 @@ pub(crate) fn fits_32_bits(shape: &AttentionShape, key_stride: usize) -> bool {
     u32::try_from(longest.saturating_mul(widest)).is_ok()
 }
 
-/// Whether Hopper's kernels support the type and shape: bf16, a head_dim of 64 or 128. Addresses
+/// Returns whether Hopper's kernels support the type and shape: bf16, a head_dim of 64 or 128. Addresses
 /// and strides may add conditions.
 pub(crate) fn hopper_supports<T: Element>(shape: &AttentionShape) -> bool {
     T::DTYPE == DType::BF16 && HOPPER_WIDTHS.contains(&shape.head_dim) && shape.tokens() > 0
@@ -78,7 +78,7 @@ impl Areas {
     }
 }
 
-/// Sequences per launch of Hopper's backward pass: at least one, more while they need at most
+/// Returns the sequences per launch of Hopper's backward pass: at least one, more while they need at most
 /// [`MAX_BACKWARD_BYTES`].
 pub(crate) fn sequences_at_once(shape: &AttentionShape) -> usize {
     let one = Areas::new(shape, 1).bytes().max(1);
@@ -89,7 +89,7 @@ pub(crate) fn hopper_backward_bytes(shape: &AttentionShape, routed: bool) -> usi
     packed_before_areas(shape, routed) + Areas::new(shape, sequences_at_once(shape)).bytes()
 }
 
-/// Scratch of the backward pass of packed queries, keys and values of `T` on a Hopper GPU. Other GPUs
+/// Returns the scratch of the backward pass of packed queries, keys and values of `T` on a Hopper GPU. Other GPUs
 /// need no more.
 pub(crate) fn backward_bytes<T: Element>(shape: &AttentionShape, routed: bool) -> usize {
     let tensor_cores = T::DTYPE == DType::BF16 && fits_32_bits(shape, shape.query_stride);

@@ -14,7 +14,7 @@ pub(crate) const NORM_GROUPS: usize = 512;
 /// Maximum groups of tokens whose gradients of query and key norms are summed separately.
 pub(crate) const QK_NORM_GROUPS: usize = 1024;
 
-/// Maximum scratch of an operator in these passes, given the scratch of attention's backward pass.
+/// Returns the maximum scratch of an operator in these passes, given the scratch of attention's backward pass.
 /// Operators run one after the other and share it.
 pub(crate) fn scratch_bytes(passes: &WorkingSet, attention_backward: usize) -> usize {
     let WorkingSet { attention, routed, qk_norm, training, width, tensors, .. } = passes;
@@ -32,7 +32,7 @@ pub(crate) fn scratch_bytes(passes: &WorkingSet, attention_backward: usize) -> u
         .max(squared_norm_bytes(*tensors))
 }
 
-/// Tokens of a chunk of logits of `bytes` bytes each.
+/// Returns the tokens of a chunk of logits of `bytes` bytes each.
 pub(crate) fn logit_rows(shape: &HeadShape, bytes: usize) -> usize {
     GPU_CHUNK.min(shape.tokens.max(1)) * size_of::<f32>() / bytes
 }
@@ -48,14 +48,14 @@ pub(crate) fn chunk_elements(shape: &HeadShape) -> usize {
     GPU_CHUNK.min(shape.tokens.max(1)) * shape.vocab_size
 }
 
-/// Elements of the table of a chunk that `ranks` ranks sum.
+/// Returns the elements of the table of a chunk that `ranks` ranks sum.
 pub(crate) fn cross_entropy_sums(shape: &HeadShape, ranks: usize) -> usize {
     // The type of the logits is not known here; the smaller one has larger chunks.
     let columns = if shape.has_teacher { 4 * ranks + 1 } else { ranks + 1 };
     logit_rows(shape, size_of::<half::bf16>()) * columns
 }
 
-/// Scratch of one loss or error for each token, where the caller gives none.
+/// Returns the scratch of one loss or error for each token, where the caller gives none.
 pub(crate) fn row_loss_bytes(tokens: usize) -> usize {
     tokens * size_of::<f64>()
 }
@@ -68,7 +68,7 @@ pub(crate) fn norm_bytes(tokens: usize, width: usize) -> usize {
     tokens.min(NORM_GROUPS) * width * size_of::<f32>()
 }
 
-/// Scratch of the backward pass of query and key norms: two values for each head of a token, and
+/// Returns the scratch of the backward pass of query and key norms: two values for each head of a token, and
 /// the groups' gradients of both weights.
 pub(crate) fn qk_norm_bytes(attention: &AttentionShape) -> usize {
     let (tokens, heads) = (attention.tokens(), attention.heads + attention.kv_heads);
@@ -76,7 +76,7 @@ pub(crate) fn qk_norm_bytes(attention: &AttentionShape) -> usize {
     elements * size_of::<f32>()
 }
 
-/// Maximum scratch of the squared norm of this many segments: the last block of every segment may
+/// Returns the maximum scratch of the squared norm of this many segments: the last block of every segment may
 /// be nearly empty.
 pub(crate) fn squared_norm_bytes(segments: usize) -> usize {
     (MAX_BLOCKS + segments) * size_of::<f64>()

@@ -362,7 +362,7 @@ fn gradient<'a, B: Backend>(
     RouterGradient { routing, delta: Some(delta), balance_weight: 1.0, ranks: None }
 }
 
-/// The heads that each token selected, and factors of their outputs.
+/// Returns the heads that each token selected, and factors of their outputs.
 fn selection<'a, B: Backend>(
     shared_heads: usize,
     routed: View<'a, B, u8>,

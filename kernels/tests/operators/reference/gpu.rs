@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use moh_kernels::Cuda;
 
-/// The first GPU, where the variable MOH_TEST_GPU is set: a machine that compiles for GPUs need not
+/// Returns the first GPU, where the variable MOH_TEST_GPU is set: a machine that compiles for GPUs need not
 /// have one. It is opened once for each thread, and so for each test.
 pub fn gpu() -> Option<Cuda> {
     // The driver's context is destroyed with the process's last GPU, and is slow to create again.

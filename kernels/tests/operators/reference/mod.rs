@@ -97,12 +97,12 @@ impl Another for moh_kernels::Cuda {
     }
 }
 
-/// The tolerance of results that are stored as `T`.
+/// Returns the tolerance of results that are stored as `T`.
 pub fn tolerance<T: Element>() -> f64 {
     if T::DTYPE == DType::BF16 { BF16_TOLERANCE } else { F32_TOLERANCE }
 }
 
-/// A property test's configuration with `count` cases, which writes no files beside the sources.
+/// Returns a property test's configuration with `count` cases, which writes no files beside the sources.
 pub fn cases(count: u32) -> Config {
     Config { cases: count, failure_persistence: None, ..Config::default() }
 }
@@ -132,7 +132,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A whole number below `end`.
+    /// Returns a whole number below `end`.
     pub fn below(&mut self, end: usize) -> usize {
         (self.bits() % end as u64) as usize
     }
@@ -188,18 +188,18 @@ pub const STEP: AdamW = AdamW {
 
 // ---- routers ----
 
-/// The heads of a layer, all of them local.
+/// Returns the heads of a layer, all of them local.
 pub fn all_heads(shape: &QkvShape) -> Heads {
     Heads { group_size: shape.heads / shape.kv_heads, ..Heads::all(shape.heads) }
 }
 
-/// A router with the first `shared_heads` heads shared.
+/// Returns a router with the first `shared_heads` heads shared.
 pub const fn first_shared(shared_heads: usize, top_k: usize) -> QueryNormRouter {
     let (shared, selects) = (SharedHeads::first(shared_heads), Selects::Heads);
     QueryNormRouter { shared, top_k, selects }
 }
 
-/// A router with these heads shared.
+/// Returns a router with these heads shared.
 pub fn shared(heads: impl IntoIterator<Item = usize>, top_k: usize) -> QueryNormRouter {
     let (shared, selects) = (SharedHeads::from_heads(heads).unwrap(), Selects::Heads);
     QueryNormRouter { shared, top_k, selects }
@@ -235,14 +235,14 @@ pub fn table<'a, B: Backend>(cos: &'a B::Buffer<f32>, sin: &'a B::Buffer<f32>) -
     RopeTable { cos: B::whole(cos), sin: B::whole(sin), first_position: 0 }
 }
 
-/// A buffer that contains these elements.
+/// Returns a buffer that contains these elements.
 pub fn upload<B: Backend, S: Scalar>(device: &B, elements: &[S]) -> B::Buffer<S> {
     let mut buffer = device.allocate(elements.len()).unwrap();
     device.upload(elements, B::whole_mut(&mut buffer)).unwrap();
     buffer
 }
 
-/// A buffer whose contents an operator must overwrite.
+/// Returns a buffer whose contents an operator must overwrite.
 pub fn garbage<B: Backend, T: Element>(device: &B, len: usize) -> B::Buffer<T> {
     upload(device, &vec![T::from_f32(777.0); len])
 }
@@ -253,7 +253,7 @@ pub fn download<B: Backend, S: Scalar>(device: &B, buffer: &B::Buffer<S>) -> Vec
     elements
 }
 
-/// The mask of the selected heads that have a column, and the gates.
+/// Returns the mask of the selected heads that have a column, and the gates.
 pub fn selection_and_gates<B: Backend>(device: &B, routing: &Routing<B>) -> (Vec<u8>, Vec<f32>) {
     let len = routing.tokens() * routing.columns();
     let (mut selected, mut gates) = (vec![9; len], vec![9.0; len]);
@@ -269,7 +269,7 @@ pub fn wide<T: Element>(elements: &[T]) -> Vec<f64> {
     elements.iter().map(|&x| f64::from(x.to_f32())).collect()
 }
 
-/// A constant of the reference.
+/// Returns a constant of the reference.
 pub fn tensor<T: Element>(elements: &[T], shape: impl Into<Shape>) -> Tensor {
     Tensor::from_vec(wide(elements), shape, &Device::Cpu).unwrap()
 }
@@ -278,7 +278,7 @@ pub fn var<T: Element>(elements: &[T], shape: impl Into<Shape>) -> Var {
     Var::from_tensor(&tensor(elements, shape)).unwrap()
 }
 
-/// A tensor's elements in row-major order.
+/// Returns a tensor's elements in row-major order.
 pub fn flat(tensor: &Tensor) -> Vec<f64> {
     assert_eq!(tensor.dtype(), CandleType::F64);
     tensor.flatten_all().unwrap().to_vec1().unwrap()
@@ -288,7 +288,7 @@ pub fn backward(out: &Tensor, d_out: &Tensor) -> GradStore {
     (out * d_out).unwrap().sum_all().unwrap().backward().unwrap()
 }
 
-/// A variable's gradient, zeros if the output does not depend on it.
+/// Returns a variable's gradient, zeros if the output does not depend on it.
 pub fn gradient(gradients: &GradStore, var: &Var) -> Vec<f64> {
     gradients.get(var).map_or_else(|| vec![0.0; var.elem_count()], flat)
 }
@@ -349,7 +349,7 @@ pub fn assert_sums_close<T: Element>(
     assert!(allowed, "{what}: relative error {relative:e} above {tolerance:e}");
 }
 
-/// The root mean square, 0 of no elements.
+/// Returns the root mean square, 0 of no elements.
 pub fn rms(elements: &[f64]) -> f64 {
     let squares: f64 = elements.iter().map(|x| x * x).sum();
     (squares / elements.len().max(1) as f64).sqrt()

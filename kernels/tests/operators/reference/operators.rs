@@ -9,7 +9,7 @@ use moh_kernels::router::SharedHeads;
 use moh_kernels::router::logits::{HeadWeights, LogitRouter};
 use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
 
-/// Rows of a table `[V, C]`.
+/// Returns the rows of a table `[V, C]`.
 pub fn embedding(table: &Tensor, ids: &[u32]) -> Result<Tensor> {
     table.index_select(&Tensor::from_slice(ids, ids.len(), &Device::Cpu)?, 0)
 }
@@ -98,7 +98,7 @@ impl Packed {
         ])
     }
 
-    /// Norms queries and keys, each kind with its row of `weight` `[2, D]`.
+    /// Returns the norms queries and keys, each kind with its row of `weight` `[2, D]`.
     pub fn norm(&self, qkv: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
         let [queries, keys, values] = self.split(qkv)?;
         let normed = |heads: Tensor, of| {
@@ -114,7 +114,7 @@ impl Packed {
         qkv.narrow(2, 0, heads)?.reshape((batch * length, heads, head_dim))
     }
 
-    /// The rows of f32 tables that its tokens use, exactly.
+    /// Returns the rows of f32 tables that its tokens use, exactly.
     pub fn table(&self, cos: &[f32], sin: &[f32], first_position: usize) -> [Tensor; 2] {
         let half = self.head_dim / 2;
         let part = first_position * half..(first_position + self.length) * half;
@@ -180,7 +180,7 @@ fn gates_over(
     }
 }
 
-/// The softmax `[N, M]` of the norms `[N, M]` of `routed` heads over their standard deviation, which
+/// Returns the softmax `[N, M]` of the norms `[N, M]` of `routed` heads over their standard deviation, which
 /// one head does not have; 0 for the others.
 fn normalised_gates(
     norms: &Tensor,
@@ -206,7 +206,7 @@ fn chosen(matrix: &Tensor, columns: &[usize]) -> Result<Tensor> {
     matrix.index_select(&Tensor::from_vec(indices, columns.len(), &Device::Cpu)?, 1)
 }
 
-/// A matrix of `count` columns with those of `matrix` in the places `columns`, and zeros elsewhere.
+/// Returns a matrix of `count` columns with those of `matrix` in the places `columns`, and zeros elsewhere.
 fn placed(matrix: &Tensor, columns: &[usize], count: usize) -> Result<Tensor> {
     // Row i has its 1 in the column where column i belongs.
     let places = columns.iter().flat_map(|&of| (0..count).map(move |at| f64::from(at == of)));
@@ -258,7 +258,7 @@ pub fn logit_selection(logits: &Tensor, router: LogitRouter, heads: usize) -> Re
     largest(&logits.narrow(1, 0, heads)?, router.shared, router.top_k, 1)
 }
 
-/// The weights `[N, H]` of one-stage or two-stage routing of the logits `[N, L]` and the selection
+/// Returns the weights `[N, H]` of one-stage or two-stage routing of the logits `[N, L]` and the selection
 /// `[N, H]`.
 pub fn logit_weights(logits: &Tensor, router: LogitRouter, mask: &Tensor) -> Result<Tensor> {
     let heads = mask.dim(1)?;

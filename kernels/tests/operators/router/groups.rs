@@ -10,7 +10,7 @@ use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
 use moh_kernels::{Backend, Cpu, Heads, QkvShape};
 use proptest::prelude::*;
 
-/// The router that selects whole groups, with these groups shared.
+/// Returns the router that selects whole groups, with these groups shared.
 fn whole_groups(
     shape: &QkvShape,
     shared_groups: impl IntoIterator<Item = usize>,

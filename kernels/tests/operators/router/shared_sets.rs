@@ -16,7 +16,7 @@ use moh_kernels::{Backend, Cpu, Element, Heads, Memory, QkvShape};
 use proptest::prelude::*;
 
 impl<T: Element> Inputs<T> {
-    /// The same with query head `order[i]` at place i.
+    /// Returns the same with query head `order[i]` at place i.
     fn in_order(&self, order: &[usize]) -> Self {
         let Inputs { shape, qkv, d_qkv, delta, balance, tables } = self.clone();
         let delta = delta.map(|delta| columns_in_order(&delta, shape.heads, order));
@@ -25,7 +25,7 @@ impl<T: Element> Inputs<T> {
     }
 }
 
-/// Rows of queries, keys and values with query head `order[i]` at place i.
+/// Returns the rows of queries, keys and values with query head `order[i]` at place i.
 fn in_order<T: Copy>(shape: &QkvShape, rows: &[T], order: &[usize]) -> Vec<T> {
     let of_row = |row: &[T]| {
         let queries = order.iter().map(|head| &row[head * shape.head_dim..][..shape.head_dim]);
@@ -38,7 +38,7 @@ fn columns_in_order<S: Copy>(table: &[S], row: usize, order: &[usize]) -> Vec<S>
     table.chunks_exact(row).flat_map(|row| order.iter().map(|&column| row[column])).collect()
 }
 
-/// The part of the tables that is of routed heads, in their order; asserts what is in the columns of
+/// Returns the part of the tables that is of routed heads, in their order; asserts what is in the columns of
 /// shared heads.
 pub(super) fn of_routed<T>(
     found: &Routed<T>,

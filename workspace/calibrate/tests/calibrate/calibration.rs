@@ -11,17 +11,17 @@ use moh_model::{
     HeadCounts, Model, ModelConfig, MohConfig, RouterKind, SharedChoice, SharedHeadSets,
 };
 
-/// A calibration, and the output projections that it refitted.
+/// Returns a calibration, and the output projections that it refitted.
 fn run(config: &ModelConfig, options: &CalibrationOptions) -> (Calibration, Vec<Vec<f32>>) {
     run_on(&Cpu, config, options)
 }
 
-/// A refit whose projections stay in f32.
+/// Returns a refit whose projections stay in f32.
 fn refit(moh: MohConfig, shared: SharedChoice) -> CalibrationOptions {
     CalibrationOptions { moh, shared, refit: true, stored: None }
 }
 
-/// The sentence with which a calibration of these weights fails.
+/// Returns the sentence with which a calibration of these weights fails.
 fn failure(
     config: &ModelConfig,
     options: &CalibrationOptions,
@@ -34,13 +34,13 @@ fn failure(
         .to_string()
 }
 
-/// The active heads of the three layers.
+/// Returns the active heads of the three layers.
 fn active(moh: &MohConfig) -> [usize; 3] {
     [0, 1, 2].map(|layer| moh.layer(layer).active())
 }
 
-/// The mean cross-entropy over the tokens that are held out, by its logits, of a whole model with these output projections and
-/// these matrices of a router.
+/// Returns the mean cross-entropy over the tokens that are held out, by its logits, of a whole model with these output
+/// projections and these matrices of a router.
 fn loss(
     config: &ModelConfig,
     moh: Option<MohConfig>,

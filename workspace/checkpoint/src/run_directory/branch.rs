@@ -14,7 +14,7 @@ use crate::listing::entries;
 use crate::{Result, RunDirectory};
 use moh_files::unless_missing;
 
-/// Whether the directory of `run` is absent or empty.
+/// Returns whether the directory of `run` is absent or empty.
 pub fn is_free(run: &RunDirectory) -> Result<bool> {
     Ok(entries(run.root())?.is_empty())
 }

@@ -37,7 +37,7 @@ impl CheckpointName {
         Some(CheckpointName { run: run(path)?, step: Some(step) })
     }
 
-    /// The step, or that of the newest checkpoint whose bytes are good; of a finished run only the last
+    /// Returns the step, or that of the newest checkpoint whose bytes are good; of a finished run only the last
     /// one will do. The ranks share the check of the hashes, and nothing is changed.
     pub fn resolve<B: Backend>(&self, ranks: &mut Ranks<B>) -> Result<u64> {
         let run = &self.run;
@@ -78,13 +78,13 @@ pub struct RunCheckpoint {
 }
 
 impl RunCheckpoint {
-    /// The checkpoint that `name` names as `RUN` or `RUN@STEP`; `None` if it names no run. Without a step
+    /// Returns the checkpoint that `name` names as `RUN` or `RUN@STEP`; `None` if it names no run. Without a step
     /// it is the run's newest good one, which is read for that.
     pub fn from_name(name: &str) -> Result<Option<Self>> {
         CheckpointName::parse(name).map(CheckpointName::resolve_alone).transpose()
     }
 
-    /// The element type of the run's own export.
+    /// Returns the element type of the run's own export.
     pub fn export_type(&self) -> Result<DType> {
         Ok(self.run.stored_recipe()?.run.dtype.dtype())
     }
@@ -97,7 +97,7 @@ impl RunCheckpoint {
         Ok(move |name: &str, values: &mut [f32]| stored.read_exported(dtype, name, values))
     }
 
-    /// The model's configuration at the step; no tensor is read.
+    /// Returns the model's configuration at the step; no tensor is read.
     pub fn config_file(&self) -> Result<ConfigFile> {
         require(&self.run, self.step)?;
         Ok(self.run.stored_model(self.step)?.1)
@@ -111,13 +111,13 @@ impl fmt::Display for CheckpointName {
     }
 }
 
-/// The model's configuration in a checkpoint; messages name its `directory`.
+/// Returns the model's configuration in a checkpoint; messages name its `directory`.
 pub fn config_file(stored: &StoredCheckpoint, directory: &Path) -> Result<ConfigFile> {
     let fields = Value::Object(stored.manifest().config.clone());
     Ok(ConfigFile::from_value(fields, directory)?)
 }
 
-/// The shape of a recipe's initial model, before its vocabulary is padded, from the run in `model.from` or as
+/// Returns the shape of a recipe's initial model, before its vocabulary is padded, from the run in `model.from` or as
 /// [`Recipe::model_config`]; `None` for a repository of the hub. Messages name the recipe `path`.
 pub fn local_model_config(recipe: &Recipe, path: &Path) -> Result<Option<ModelConfig>> {
     let ModelOptions { new, config, from, .. } = &recipe.model;
@@ -153,12 +153,12 @@ pub fn not_a_model(directory: &Path) -> Option<String> {
     }
 }
 
-/// Whether `name` is `run` with a step.
+/// Returns whether `name` is `run` with a step.
 pub fn is_step_of(name: &str, run: &str) -> bool {
     split(name).is_some_and(|(path, _)| path == run)
 }
 
-/// A path and the step after its last `@`.
+/// Returns a path and the step after its last `@`.
 fn split(name: &str) -> Option<(&str, u64)> {
     let (path, step) = name.rsplit_once('@')?;
     Some((path, exact_number(step)?))

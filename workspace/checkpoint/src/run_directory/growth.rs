@@ -43,7 +43,7 @@ pub struct Extensions {
 }
 
 impl Extensions {
-    /// The growth of `run` at `state`: recorded in its file or in the checkpoint, or requested by a
+    /// Returns the growth of `run` at `state`: recorded in its file or in the checkpoint, or requested by a
     /// `recipe` with longer stages than the stored one. Changes nothing.
     ///
     /// # Errors
@@ -112,7 +112,7 @@ fn tokens(recipe: &Recipe, stage: &str) -> Option<u64> {
     recipe.stages.iter().find(|known| known.name == stage).map(|known| known.tokens)
 }
 
-/// The records of a file; none if it is missing.
+/// Returns the records of a file; none if it is missing.
 pub fn read(path: &Path) -> Result<Vec<StageExtension>> {
     let refuse = |reason: String| Error::from(moh_files::unusable(path, reason));
     let text = moh_files::read_bounded_if_any(path, MAX_FILE_BYTES, "a record of extensions")?;

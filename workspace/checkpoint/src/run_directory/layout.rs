@@ -79,23 +79,23 @@ paths! {
 }
 
 impl RunDirectory {
-    /// The paths below `root`; accesses no file.
+    /// Returns the paths below `root`; accesses no file.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         RunDirectory { root: root.into() }
     }
 
-    /// The directory itself.
+    /// Returns the directory itself.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// The directory of the tokenizer with which the run trains; `None` if it has none.
+    /// Returns the directory of the tokenizer with which the run trains; `None` if it has none.
     pub fn tokenizer(&self) -> Option<PathBuf> {
         let places = [self.model().join(TOKENIZER), self.model()];
         places.into_iter().find(|place| place.join("tokenizer.json").is_file())
     }
 
-    /// Whether the run can be resumed without the model of `recipe`: it has completed a checkpoint, so the
+    /// Returns whether the run can be resumed without the model of `recipe`: it has completed a checkpoint, so the
     /// initial weights are not needed, not by a stage that [learns from them](moh_recipe::DistillOptions) either, it
     /// keeps the model's other files, and the recipe names the same model.
     pub fn keeps_model(&self, recipe: &Recipe) -> Result<bool> {
@@ -115,12 +115,12 @@ impl RunDirectory {
             == (&now.from, &now.revision, &now.tokenizer))
     }
 
-    /// The checkpoint after `step` steps, whose tensors are not read.
+    /// Returns the checkpoint after `step` steps, whose tensors are not read.
     pub fn stored(&self, step: u64) -> Result<StoredCheckpoint> {
         StoredCheckpoint::of_step(self, step)
     }
 
-    /// The checkpoint after `step` steps, and the model's configuration in it.
+    /// Returns the checkpoint after `step` steps, and the model's configuration in it.
     pub fn stored_model(&self, step: u64) -> Result<(StoredCheckpoint, ConfigFile)> {
         let stored = self.stored(step)?;
         let file = config_file(&stored, &self.checkpoint(step))?;
@@ -129,12 +129,12 @@ impl RunDirectory {
         Ok((stored, file))
     }
 
-    /// The checkpoint after `step` steps over all stages.
+    /// Returns the checkpoint after `step` steps over all stages.
     pub fn checkpoint(&self, step: u64) -> PathBuf {
         self.checkpoints().join(format!("step-{step}"))
     }
 
-    /// A free name for an export that holds other files, before the export of `step` is written.
+    /// Returns a free name for an export that holds other files, before the export of `step` is written.
     pub fn export_aside(&self, step: u64) -> PathBuf {
         first_free_suffixed(|suffix| self.root.join(format!("{EXPORT_BEFORE}{step}{suffix}")))
     }
@@ -144,12 +144,12 @@ impl RunDirectory {
         self.root.join(format!("{CALIBRATION}{step}.json"))
     }
 
-    /// The layers that it has found, with output projections and matrices of routers.
+    /// Returns the layers that it has found, with output projections and matrices of routers.
     pub fn calibrated_layers(&self, step: u64) -> PathBuf {
         self.root.join(format!("{CALIBRATION}{step}.layers"))
     }
 
-    /// The timeline of a step, counted over all stages; `rank` is given if there are several.
+    /// Returns the timeline of a step, counted over all stages; `rank` is given if there are several.
     pub fn trace(&self, step: u64, rank: Option<usize>) -> PathBuf {
         let rank = rank.map_or_else(String::new, |rank| format!("-rank-{rank}"));
         self.root.join(format!("trace-step-{step}{rank}.json"))
@@ -175,7 +175,7 @@ impl RunDirectory {
         moh_files::unusable(&self.checkpoints(), reason).into()
     }
 
-    /// Whether the run has ever completed a checkpoint or finished: its marker or its summary exists, or a
+    /// Returns whether the run has ever completed a checkpoint or finished: its marker or its summary exists, or a
     /// checkpoint, good or damaged.
     pub fn has_completed_work(&self) -> Result<bool> {
         let exists = |path: PathBuf| path.symlink_metadata().is_ok();
@@ -185,7 +185,7 @@ impl RunDirectory {
         self.has_names()
     }
 
-    /// Whether there is a checkpoint, good or damaged, by its name.
+    /// Returns whether there is a checkpoint, good or damaged, by its name.
     pub(crate) fn has_names(&self) -> Result<bool> {
         let is_one = |name: &String| name.starts_with("step-") || name.starts_with(DAMAGED);
         Ok(names(&self.checkpoints())?.iter().any(is_one))
@@ -202,7 +202,7 @@ impl RunDirectory {
         }
     }
 
-    /// Whether the run has finished: it has a summary and an export.
+    /// Returns whether the run has finished: it has a summary and an export.
     pub fn is_finished(&self) -> Result<bool> {
         let has_summary = Summary::read(&self.summary())?.is_some();
         Ok(has_summary && self.export().join("config.json").is_file())

@@ -59,7 +59,7 @@ impl RunLock {
     }
 }
 
-/// Whether the error says that the file system has no locks.
+/// Returns whether the error says that the file system has no locks.
 fn has_no_locks(error: &std::io::Error) -> bool {
     error.kind() == ErrorKind::Unsupported || error.raw_os_error() == Some(ENOLCK)
 }

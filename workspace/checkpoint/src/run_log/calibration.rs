@@ -28,7 +28,7 @@ pub struct StageCalibration {
 }
 
 impl StageCalibration {
-    /// Whether the matrices of a learned router were fitted.
+    /// Returns whether the matrices of a learned router were fitted.
     pub fn has_fitted_router(&self) -> bool {
         self.layers.iter().any(|layer| layer.router_explained.is_some())
     }

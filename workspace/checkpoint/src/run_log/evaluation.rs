@@ -43,18 +43,18 @@ pub struct EvaluatedText {
 }
 
 impl Evaluation {
-    /// A loss of which nothing else is known.
+    /// Creates a loss of which nothing else is known.
     pub fn new(moment: EvaluationPoint, step: u64, loss: f64) -> Self {
         let (other_sets, texts) = (BTreeMap::new(), BTreeMap::new());
         Evaluation { moment, step, loss, bits_per_byte: None, set: None, other_sets, texts }
     }
 
-    /// Whether `all`, which has this evaluation, has more at this point: a stage that went on has several ends.
+    /// Returns whether `all`, which has this evaluation, has more at this point: a stage that went on has several ends.
     pub fn is_repeated(&self, all: &[Evaluation]) -> bool {
         all.iter().filter(|other| other.moment == self.moment).count() > 1
     }
 
-    /// Whether the losses are of one text; where it is not known, as far as the name of their set tells.
+    /// Returns whether the losses are of one text; where it is not known, as far as the name of their set tells.
     pub fn is_comparable(&self, other: &Evaluation) -> bool {
         let text = |of: &Evaluation| Some(of.texts.get(of.set.as_ref()?)?.clone());
         match (text(self), text(other)) {
@@ -63,13 +63,13 @@ impl Evaluation {
         }
     }
 
-    /// The set's name, if another one of `all` is of another set.
+    /// Returns the set's name, if another one of `all` is of another set.
     pub fn set_among(&self, all: &[Evaluation]) -> Option<String> {
         let is_needed = all.iter().any(|other| !other.is_comparable(self));
         self.set.as_deref().filter(|_| is_needed).map(|set| self.numbered_name(set, all))
     }
 
-    /// The name of a set; with a number from 2 on if sets of other texts had it before, among `all`.
+    /// Returns the name of a set; with a number from 2 on if sets of other texts had it before, among `all`.
     pub fn numbered_name(&self, set: &str, all: &[Evaluation]) -> String {
         let mut texts: Vec<&EvaluatedText> = Vec::new();
         for text in all.iter().filter_map(|evaluation| evaluation.texts.get(set)) {
@@ -114,7 +114,7 @@ pub fn label(summary: &Summary, evaluation: &Evaluation) -> String {
     }
 }
 
-/// The moment of an evaluation, one of `all`, of a model with that many query heads.
+/// Returns the moment of an evaluation, one of `all`, of a model with that many query heads.
 fn describe(heads: usize, evaluation: &Evaluation, all: &[Evaluation]) -> String {
     match &evaluation.moment {
         EvaluationPoint::Loaded => "the model as loaded".to_owned(),

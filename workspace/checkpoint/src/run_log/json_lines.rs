@@ -32,7 +32,7 @@ impl Lines {
         }))
     }
 
-    /// The next line with its newline; `None` at the end. An incomplete last line is skipped.
+    /// Returns the next line with its newline; `None` at the end. An incomplete last line is skipped.
     pub(crate) fn next(&mut self) -> Result<Option<&[u8]>> {
         self.line.clear();
         let mut bounded = (&mut self.file).take(MAX_LINE_BYTES);
@@ -48,7 +48,7 @@ impl Lines {
         Ok(None)
     }
 
-    /// The values of all lines that are left.
+    /// Returns the values of all lines that are left.
     pub(crate) fn parse<T: DeserializeOwned>(self) -> Result<Vec<T>> {
         let mut values = Vec::new();
         self.for_each(|value| values.push(value))?;
@@ -66,7 +66,7 @@ impl Lines {
         Ok(())
     }
 
-    /// An error of the line that was read last.
+    /// Returns an error of the line that was read last.
     pub(crate) fn refuse(&self, reason: String) -> Error {
         self.refuse_line(self.number, reason)
     }

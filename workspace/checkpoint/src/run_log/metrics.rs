@@ -103,12 +103,12 @@ struct Line {
     speed: Option<Speed>,
 }
 
-/// A field that is present, null or not.
+/// Returns a field that is present, null or not.
 fn present<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<Option<f64>>, D::Error> {
     Option::deserialize(from).map(Some)
 }
 
-/// The losses by name: a balance loss that a step does not have is null, others are left out.
+/// Returns the losses by name: a balance loss that a step does not have is null, others are left out.
 fn named(losses: AuxiliaryLosses<Option<f64>>) -> BTreeMap<String, Option<f64>> {
     let is_written = |(loss, value): &(AuxiliaryLoss, Option<f64>)| {
         value.is_some() || *loss == AuxiliaryLoss::Balance
@@ -117,7 +117,7 @@ fn named(losses: AuxiliaryLosses<Option<f64>>) -> BTreeMap<String, Option<f64>> 
     written.map(|(loss, value)| (loss.name().to_owned(), value)).collect()
 }
 
-/// The losses of a line; other names are fields that no line has.
+/// Returns the losses of a line; other names are fields that no line has.
 fn losses(named: &BTreeMap<String, Option<f64>>) -> Result<AuxiliaryLosses<Option<f64>>, String> {
     let is_known = |name: &&String| AuxiliaryLoss::ALL.iter().any(|loss| loss.name() == *name);
     match named.keys().find(|name| !is_known(name)) {
@@ -225,12 +225,12 @@ impl MetricsWriter {
         self.flush()
     }
 
-    /// Whether lines are kept that could not be written.
+    /// Returns whether lines are kept that could not be written.
     pub fn is_behind(&self) -> bool {
         !self.unwritten.is_empty()
     }
 
-    /// Whether this call is the first one that finds the file removed: further lines would be lost.
+    /// Returns whether this call is the first one that finds the file removed: further lines would be lost.
     pub fn finds_removed(&mut self) -> bool {
         let is_removed = self.path.try_exists().is_ok_and(|exists| !exists);
         is_removed && !std::mem::replace(&mut self.is_known_removed, true)
@@ -280,7 +280,7 @@ pub fn for_each(path: &Path, visit: impl FnMut(StepMetrics)) -> Result<()> {
     Lines::open(path)?.map_or(Ok(()), |lines| lines.for_each(visit))
 }
 
-/// The first line of the file at `path`; `None` if the file is missing or empty, or the line is not in
+/// Returns the first line of the file at `path`; `None` if the file is missing or empty, or the line is not in
 /// the format of [`MetricsWriter`].
 pub fn first(path: &Path) -> Result<Option<StepMetrics>> {
     let Some(mut lines) = Lines::open(path)? else { return Ok(None) };

@@ -26,7 +26,7 @@ enum StepPart {
 const PARTS: usize = StepPart::Checkpoint as usize + 1;
 
 impl StepPart {
-    /// The part that a span begins within another one.
+    /// Returns the part that a span begins within another one.
     fn within(outer: Option<StepPart>, name: &str) -> Option<StepPart> {
         if matches!(outer, Some(StepPart::Evaluation | StepPart::Checkpoint)) {
             return outer;
@@ -87,7 +87,7 @@ impl PartTimes {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The times of the parts since the last call; everything else is 0.
+    /// Returns the times of the parts since the last call; everything else is 0.
     pub fn take(&self) -> Speed {
         let mut state = self.locked();
         let part = state.part();
@@ -137,7 +137,7 @@ mod tests {
 
     use super::*;
 
-    /// The parts with any time.
+    /// Returns the parts with any time.
     fn heard(times: &PartTimes) -> Vec<&'static str> {
         times.take().parts().into_iter().filter(|part| part.1 > 0.0).map(|part| part.0).collect()
     }

@@ -66,7 +66,7 @@ pub struct RoutingOf<'a> {
 }
 
 impl RoutingLine {
-    /// The line of a layer in the evaluation `of`.
+    /// Returns the line of a layer in the evaluation `of`.
     pub fn new(of: RoutingOf<'_>, layer: &LayerRouting) -> Self {
         let shared = layer.shared_heads;
         RoutingLine {
@@ -86,7 +86,7 @@ impl RoutingLine {
         }
     }
 
-    /// The tokens that selected each head of the layer; `None` for a shared head.
+    /// Returns the tokens that selected each head of the layer; `None` for a shared head.
     ///
     /// A line that was not written by this program may name shared heads that the layer lacks; they
     /// count as no heads.

@@ -44,7 +44,7 @@ pub struct Speed {
 }
 
 impl Speed {
-    /// The seconds of each part of the step, by name.
+    /// Returns the seconds of each part of the step, by name.
     pub fn parts(&self) -> [(&'static str, f64); 8] {
         [
             ("data", self.data),

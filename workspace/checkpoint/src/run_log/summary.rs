@@ -42,14 +42,14 @@ impl Summary {
         Ok(moh_files::write(path, &text).map_err(io)?)
     }
 
-    /// The fraction of the conversion's loss that its stage's training recovered, for the last
+    /// Returns the fraction of the conversion's loss that its stage's training recovered, for the last
     /// conversion with a loss before, at and after it on the same validation set. A stage that went on has a loss after each of its
     /// ends, of which the last counts.
     pub fn recovered(&self) -> Option<f64> {
         self.recovered_of(|evaluation| Some(evaluation.loss))
     }
 
-    /// The same of each other validation set, by its name.
+    /// Returns the same of each other validation set, by its name.
     pub fn recovered_of_others(&self) -> Vec<(&str, f64)> {
         let names = self.evaluations.last().map(|evaluation| evaluation.other_sets.keys());
         let share = |name: &String| {

@@ -141,7 +141,7 @@ impl TensorBoard {
     }
 }
 
-/// The curves of norms by block.
+/// Returns the curves of norms by block.
 fn norm_scalars(of: &str, norms: &Norms) -> Vec<(String, f64)> {
     let tag = |part: &str| format!("norms/{of}/{part}");
     let blocks = norms.blocks.iter().enumerate();
@@ -150,7 +150,7 @@ fn norm_scalars(of: &str, norms: &Norms) -> Vec<(String, f64)> {
     blocks.chain(ends).chain(norms.head.map(|head| (tag("head"), head))).collect()
 }
 
-/// The curves of times, rates and memory.
+/// Returns the curves of times, rates and memory.
 fn speed_scalars(speed: &Speed) -> Vec<(String, f64)> {
     let seconds = [("seconds", speed.seconds)].into_iter().chain(speed.parts());
     let times = seconds.chain([("tflops", speed.tflops)]);
@@ -166,7 +166,7 @@ fn speed_scalars(speed: &Speed) -> Vec<(String, f64)> {
     all.map(|(name, value)| (format!("speed/{name}"), value)).collect()
 }
 
-/// A file whose name sorts after the `known` ones, the order in which TensorBoard reads them.
+/// Returns a file whose name sorts after the `known` ones, the order in which TensorBoard reads them.
 fn new_file(directory: &Path, known: &[String]) -> Result<(PathBuf, File)> {
     let seconds = |name: &String| name.strip_prefix(PREFIX)?.split('.').next()?.parse().ok();
     // A clock set back must not sort the new file before the old one.
@@ -186,7 +186,7 @@ fn now() -> std::time::Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// The checksum of TFRecords: rotated and offset, since data may contain checksums themselves.
+/// Returns the checksum of TFRecords: rotated and offset, since data may contain checksums themselves.
 fn masked_crc(data: &[u8]) -> u32 {
     crc32c::crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }

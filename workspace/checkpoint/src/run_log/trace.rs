@@ -27,12 +27,12 @@ impl TraceSteps {
     /// No step.
     pub const NONE: TraceSteps = TraceSteps { ranges: Vec::new() };
 
-    /// Whether a step is selected.
+    /// Returns whether a step is selected.
     pub fn contains(&self, step: u64) -> bool {
         self.ranges.iter().any(|range| range.contains(&step))
     }
 
-    /// The last selected step; 0 if there is none.
+    /// Returns the last selected step; 0 if there is none.
     pub fn last(&self) -> u64 {
         self.ranges.iter().map(|range| *range.end()).max().unwrap_or(0)
     }
@@ -47,7 +47,7 @@ impl FromStr for TraceSteps {
     }
 }
 
-/// A step or a range of steps.
+/// Returns a step or a range of steps.
 fn range(text: &str) -> Result<RangeInclusive<u64>, String> {
     let refuse = |reason| format!("{text:?}: {reason}");
     let number = |text: &str| {
@@ -180,7 +180,7 @@ impl Spans {
     }
 }
 
-/// The finished spans of the step and of the background in the JSON array format of trace events,
+/// Returns the finished spans of the step and of the background in the JSON array format of trace events,
 /// one per line.
 fn events(step: &[Timed], background: &[Timed], rank: usize) -> String {
     let of = |span: &Timed, lane: usize| {

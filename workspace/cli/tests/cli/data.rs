@@ -47,7 +47,7 @@ fn refusal(dir: &Path, input: &[u8], line: &str, code: i32) -> String {
     err
 }
 
-/// Documents of many words, as JSON lines.
+/// Returns the documents of many words, as JSON lines.
 fn documents(count: usize) -> String {
     let starts = ["ka", "lo", "mi", "ne", "pu", "ra", "si", "to", "ve", "zu"];
     let ends = ["bel", "dar", "fin", "gos", "hul", "jim", "kan", "lut", "mok", "nep"];
@@ -57,7 +57,7 @@ fn documents(count: usize) -> String {
     (0..count).map(line).collect()
 }
 
-/// A directory with 50 documents, a tokenizer and a token file.
+/// Returns a directory with 50 documents, a tokenizer and a token file.
 fn prepared() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("s.jsonl"), documents(50)).unwrap();

@@ -48,7 +48,7 @@ fn run(dir: &Path, before: &str, arguments: &str) -> Output {
     Command::new("sh").args(["-c", &line]).current_dir(dir).output().unwrap()
 }
 
-/// The names of token files in a directory.
+/// Returns the names of token files in a directory.
 fn outputs(dir: &Path) -> Vec<String> {
     names(dir).into_iter().filter(|name| name.starts_with("out")).collect()
 }

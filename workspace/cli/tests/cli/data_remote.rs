@@ -14,7 +14,7 @@ use moh_testkit::small_tokenizer::{WORDS, write_tokenizer};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-data");
 
-/// Documents of a few words, as JSON lines.
+/// Returns the documents of a few words, as JSON lines.
 fn lines(name: &str, count: usize) -> Vec<u8> {
     let words = ["one", "two", "three", "four", "five", "six", "seven"];
     let word = |n: usize| words[n % words.len()];
@@ -68,7 +68,7 @@ impl Place {
         self.run(&format!("prepare --tokenizer tok --force --out out {inputs}"))
     }
 
-    /// The one sentence of a preparation that fails.
+    /// Returns the one sentence of a preparation that fails.
     fn refuse(&self, inputs: &str) -> String {
         let stderr = self.fail(&format!("prepare --tokenizer tok --out refused {inputs}"));
         assert_eq!(stderr.lines().count(), 1, "{stderr}");
@@ -76,7 +76,7 @@ impl Place {
         stderr.trim_end().strip_prefix("error: ").unwrap().to_owned()
     }
 
-    /// The names of files that the token file `out` was made of, without the dataset's address.
+    /// Returns the names of files that the token file `out` was made of, without the dataset's address.
     fn sources(&self) -> Vec<String> {
         let record = read_json(&self.path("out.json"));
         let start = format!("hf://datasets/{ID}@{COMMIT}/");
@@ -84,7 +84,7 @@ impl Place {
         sources.map(|name| name.as_str().unwrap().replace(&start, "hub:")).collect()
     }
 
-    /// The token files that these files give as files of this machine.
+    /// Returns the token files that these files give as files of this machine.
     fn local(&self, names: &[&str]) -> [Vec<u8>; 2] {
         for name in names {
             let path = self.path(&format!("local/{name}"));
@@ -100,7 +100,7 @@ impl Place {
         ["bin", "idx"].map(|ending| fs::read(self.path(&format!("{prefix}.{ending}"))).unwrap())
     }
 
-    /// The folder of the dataset in the cache.
+    /// Returns the folder of the dataset in the cache.
     fn cache(&self) -> PathBuf {
         self.path("home/hub/datasets--org--tiny")
     }
@@ -269,7 +269,7 @@ fn one_file_is_fetched_ahead_of_its_use() {
     assert_eq!(place.tokens("out"), expected);
 }
 
-/// A dataset of which all but the first file is large, and never arrives once told so.
+/// Returns a dataset of which all but the first file is large, and never arrives once told so.
 fn large() -> Place {
     let names = ["a.jsonl", "b.jsonl", "c.jsonl"];
     Place::with(names.iter().map(|name| ((*name).to_owned(), lines(name, 20_000))).collect())

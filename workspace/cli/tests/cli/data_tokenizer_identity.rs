@@ -17,26 +17,26 @@ fn quickstart() -> Value {
     read_json(&repository().join("recipes/quickstart/tokenizer.json"))
 }
 
-/// A tokenizer with this file in a directory of its own.
+/// Returns a tokenizer with this file in a directory of its own.
 fn tokenizer(dir: &Path, name: &str, text: &str) -> TextTokenizer {
     fs::create_dir_all(dir.join(name)).unwrap();
     fs::write(dir.join(name).join("tokenizer.json"), text).unwrap();
     TextTokenizer::load(&dir.join(name)).unwrap()
 }
 
-/// The quickstart's tokenizer after a change.
+/// Returns the quickstart's tokenizer after a change.
 fn changed(dir: &Path, name: &str, change: impl FnOnce(&mut Value)) -> TextTokenizer {
     let mut json = quickstart();
     change(&mut json);
     tokenizer(dir, name, &json.to_string())
 }
 
-/// The file of a tokenizer, without the library.
+/// Returns the file of a tokenizer, without the library.
 fn read(tokenizer: &TextTokenizer) -> TokenizerFile {
     TokenizerFile::load(tokenizer.path()).unwrap()
 }
 
-/// A token file of documents of 10 to 5000 words.
+/// Returns a token file of documents of 10 to 5000 words.
 fn token_file(dir: &Path, tokenizer: &TextTokenizer) -> PathBuf {
     let words = ["the", "boat", "of", "Grace", "sailed", "far,", "and", "it's", "12", "o'clock."];
     let text = |length: usize| {

@@ -33,12 +33,12 @@ fn json(dir: &Path, line: &str) -> Value {
     serde_json::from_str(&told(dir, &format!("{line} --json"))).unwrap()
 }
 
-/// The sentence with which it exits.
+/// Returns the sentence with which it exits.
 fn refused(dir: &Path, line: &str, code: i32) -> String {
     failure(dir, &mut moh_eval(dir, line), code)
 }
 
-/// A value that `moh-eval loss` prints, by name.
+/// Returns a value that `moh-eval loss` prints, by name.
 fn printed(text: &str, name: &str) -> f64 {
     let line = text.lines().find(|line| line.starts_with(name)).unwrap();
     line[name.len()..].trim().parse().unwrap()

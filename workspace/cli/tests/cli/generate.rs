@@ -20,7 +20,7 @@ fn of_source(dir: &Path, options: &[&str]) -> Command {
     command
 }
 
-/// The command on the model `source` and a prompt of three words.
+/// Returns the command on the model `source` and a prompt of three words.
 fn moh_generate(dir: &Path, options: &[&str]) -> Command {
     of_source(dir, &[&["--prompt", "w1 w2 w3"], options].concat())
 }
@@ -29,7 +29,7 @@ fn told(dir: &Path, options: &[&str]) -> (String, String) {
     exits(&mut moh_generate(dir, options), 0)
 }
 
-/// A model in `source` whose tokenizer has fewer words than its vocabulary has rows.
+/// Returns a model in `source` whose tokenizer has fewer words than its vocabulary has rows.
 fn prepared() -> tempfile::TempDir {
     let dir = workplace();
     write_tokenizer(&dir.path().join("source"), "w0");

@@ -30,7 +30,7 @@ pub(crate) trait Engine: Send + Sync {
     /// The `region` may be reused once the call, or the operation of its ticket, is done.
     fn send(&self, region: Region<'_>, to: usize, tag: u32) -> Result<Ticket>;
 
-    /// Memory that was allocated before counts. Engines without it allocate as they send.
+    /// Returns the memory that was allocated before counts. Engines without it allocate as they send.
     fn reserve_sends(&self, _messages: usize, _bytes: usize) -> Result<()> {
         Ok(())
     }

@@ -26,7 +26,7 @@ impl Scratch {
         self.words.len() * size_of::<u64>()
     }
 
-    /// The bytes of the last requested length.
+    /// Returns the bytes of the last requested length.
     pub(crate) fn bytes(&self) -> &[u8] {
         &bytemuck::cast_slice(&self.words)[..self.len]
     }

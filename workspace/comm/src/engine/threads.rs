@@ -120,7 +120,7 @@ fn not_host_memory(operation: &'static str) -> Error {
     failed(operation, "the buffer is in GPU memory: groups of threads transfer host memory only")
 }
 
-/// A call without a reduction or a root, and the elements in host memory.
+/// Returns a call without a reduction or a root, and the elements in host memory.
 fn call<'a>(operation: &'static str, region: RegionMut<'a>) -> Result<(Call, &'a mut [u8])> {
     let RegionMut { dtype, len, location: LocationMut::Host(elements) } = region else {
         return Err(not_host_memory(operation));

@@ -11,7 +11,7 @@ const ROLE: &str = "MOH_COMM_TEST_ROLE";
 /// Elements of a rank's chunk.
 const CHUNK: usize = 4099;
 
-/// A small integer, so that sums of every type are exact in any order.
+/// Returns a small integer, so that sums of every type are exact in any order.
 fn element(rank: usize, at: usize) -> f32 {
     ((rank * 5 + at) % 7) as f32
 }

@@ -22,7 +22,7 @@ fn model(dir: &Path, dtype: DType, tied: bool) -> PathBuf {
     path
 }
 
-/// A directory with such a model of f32.
+/// Returns a directory with such a model of f32.
 fn place() -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path(), DType::F32, false);

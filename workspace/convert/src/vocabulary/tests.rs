@@ -3,7 +3,7 @@ use moh_testkit::assert_refused;
 use super::*;
 use serde_json::{Value, json};
 
-/// A tokenizer with this model, vocabulary and merges, as `tokenizer.json` holds it.
+/// Returns a tokenizer with this model, vocabulary and merges, as `tokenizer.json` holds it.
 fn tokenizer(
     pipeline: Value,
     tokens: &[&str],

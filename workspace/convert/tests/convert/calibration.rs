@@ -34,7 +34,7 @@ fn calibrated(dir: &Path, words: &str, tokens: &str) -> String {
     convert(dir, &arguments, 0).0
 }
 
-/// The windows of `length` of so many calibration tokens of the voyage that are held out, as a file.
+/// Returns the windows of `length` of so many calibration tokens of the voyage that are held out, as a file.
 fn held_out(dir: &Path, tokens: usize, length: usize) -> Windows {
     let all = windows(&quickstart().join("voyage"), length).spread((tokens / length) as u64);
     let mut ids = vec![0; tokens];
@@ -63,7 +63,7 @@ fn assert_loss_is_measured(dir: &Path, receipt: &Value) {
     assert!((measured - loss).abs() < 1e-5, "{measured} {loss}");
 }
 
-/// The message of a conversion that fails with this exit code and leaves nothing.
+/// Returns the message of a conversion that fails with this exit code and leaves nothing.
 fn refused(arguments: &[&str], code: i32) -> String {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("short.txt"), "A fisherman sailed out.").unwrap();

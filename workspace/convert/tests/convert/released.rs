@@ -19,7 +19,7 @@ use crate::moh_convert;
 
 const LAYERS: usize = 3;
 
-/// The fields and values of the released `config.json`, with other sizes.
+/// Returns the fields and values of the released `config.json`, with other sizes.
 fn released_config() -> Value {
     json!({
         "architectures": ["LlamaForCausalLM"],

@@ -11,7 +11,7 @@ use moh_testkit::trained_run::{prepared, train};
 
 use crate::{converted, failure};
 
-/// The files of a model directory.
+/// Returns the files of a model directory.
 fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
     let name = |path: &Path| path.file_name().unwrap().to_str().unwrap().to_owned();

@@ -27,7 +27,7 @@ use moh_testkit::texts::prepare_text;
 
 const TEXT: &str = "{\"text\": \"the ship left the village and the village left the ship\"}\n";
 
-/// A directory with [`prepare_model`]'s files of a Llama.
+/// Returns a directory with [`prepare_model`]'s files of a Llama.
 fn prepared() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     prepare_model(dir.path(), "llama", 4, 2);
@@ -114,7 +114,7 @@ fn converted(options: &ConversionOptions) -> Receipt {
     conversion.publish().unwrap()
 }
 
-/// The recipe of the model in `expanded`, on text of the larger tokenizer.
+/// Returns the recipe of the model in `expanded`, on text of the larger tokenizer.
 fn expanded_recipe(dir: &Path) -> Recipe {
     let mut recipe = recipe(dir);
     recipe.model.from = Some(dir.join("expanded").display().to_string());
@@ -254,7 +254,7 @@ fn run(recipe: &mut Recipe, model: &Path) -> Result<Outcome, moh_train::Error> {
     run_until(recipe, model, u64::MAX)
 }
 
-/// The same, to a step.
+/// Returns the same, to a step.
 fn run_until(recipe: &mut Recipe, model: &Path, last: u64) -> Result<Outcome, moh_train::Error> {
     let (stop, world) = (AtomicBool::new(false), World::single());
     let (path, options) = (Path::new("recipe.toml"), RunOptions::new(&stop));
@@ -331,7 +331,7 @@ pub fn windows(prefix: &Path, length: usize) -> Windows {
     Windows::new(TokenFile::open(prefix).unwrap(), length).unwrap()
 }
 
-/// The conversion of a model to so many active heads by measurement on a text, unless it stops at a layer.
+/// Returns the conversion of a model to so many active heads by measurement on a text, unless it stops at a layer.
 fn measured(
     (source, out): (PathBuf, PathBuf),
     (router, shared): (RouterKind, SharedChoice),

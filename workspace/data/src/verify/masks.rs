@@ -5,7 +5,7 @@ use crate::TokenFile;
 use crate::mask::{ENDING, ones};
 use crate::pending::with_ending;
 
-/// Bytes that are neither 0 nor 1, or another number of trained tokens than is recorded.
+/// Returns the bytes that are neither 0 nor 1, or another number of trained tokens than is recorded.
 pub(super) fn faults(file: &TokenFile) -> Option<Problem> {
     let mask = file.mask()?;
     let path = with_ending(file.prefix(), ENDING);
@@ -28,7 +28,7 @@ pub(super) fn faults(file: &TokenFile) -> Option<Problem> {
     })
 }
 
-/// Documents without a trained token, but for those without any.
+/// Returns the documents without a trained token, but for those without any.
 pub(super) fn untrained(file: &TokenFile) -> Option<Problem> {
     let mask = file.mask()?.bytes();
     let (mut count, mut first) = (0, None);

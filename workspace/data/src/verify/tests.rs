@@ -11,7 +11,7 @@ use crate::{TokenFileInfo, TokenFileWriter};
 
 const END: u32 = 9;
 
-/// A token file with these documents, of a vocabulary of ten ids that ends documents with </s>.
+/// Returns a token file with these documents, of a vocabulary of ten ids that ends documents with </s>.
 fn written(documents: &[&[u32]]) -> (TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let prefix = dir.path().join("t");

@@ -8,7 +8,7 @@ use moh_data::{
 use proptest::prelude::*;
 use tempfile::TempDir;
 
-/// A token file whose token at position p is p + `first`, in documents of these lengths.
+/// Returns a token file whose token at position p is p + `first`, in documents of these lengths.
 fn counting_file(dir: &TempDir, name: &str, first: u32, documents: &[usize]) -> PathBuf {
     let prefix = dir.path().join(name);
     let mut writer = TokenFileWriter::create(&prefix, 100_000).unwrap();

@@ -58,7 +58,7 @@ fn place(bin: &[u8], idx: &[u8]) -> (TempDir, PathBuf) {
     (dir, prefix)
 }
 
-/// A file of these documents, of a vocabulary of so many ids.
+/// Returns a file of these documents, of a vocabulary of so many ids.
 fn written<D: AsRef<[u32]>>(dir: &TempDir, name: &str, ids: usize, documents: &[D]) -> PathBuf {
     let prefix = dir.path().join(name);
     let mut writer = TokenFileWriter::replace(&prefix, ids).unwrap();

@@ -33,13 +33,13 @@ impl Kind {
         format!("{moh}{}", name(self.architecture).to_lowercase())
     }
 
-    /// The beginning of its classes' names.
+    /// Returns the beginning of its classes' names.
     fn prefix(self) -> String {
         let moh = if self.is_moh { "Moh" } else { "" };
         format!("{moh}{}", name(self.architecture))
     }
 
-    /// The entry of `architectures`.
+    /// Returns the entry of `architectures`.
     pub fn class(self) -> String {
         format!("{}ForCausalLM", self.prefix())
     }
@@ -58,7 +58,7 @@ impl Kind {
         })
     }
 
-    /// The kind that `model_type` and `architectures` name.
+    /// Returns the kind that `model_type` and `architectures` name.
     pub fn read(fields: &Fields<'_>) -> Result<Self, Error> {
         let known = || {
             let names = quoted(Kind::model_type);
@@ -93,7 +93,7 @@ impl Kind {
         Ok(found)
     }
 
-    /// The kind that the first of `architectures` names.
+    /// Returns the kind that the first of `architectures` names.
     fn read_class(fields: &Fields<'_>) -> Result<Option<Self>, Error> {
         let first = match fields.get("architectures") {
             None => return Ok(None),
@@ -112,7 +112,7 @@ impl Kind {
     }
 }
 
-/// The architecture's name in those of its classes.
+/// Returns the architecture's name in those of its classes.
 pub(crate) fn name(architecture: Architecture) -> &'static str {
     match architecture {
         Architecture::Llama => "Llama",
@@ -120,12 +120,12 @@ pub(crate) fn name(architecture: Architecture) -> &'static str {
     }
 }
 
-/// A name of every kind, for messages.
+/// Returns a name of every kind, for messages.
 fn quoted(name: fn(Kind) -> String) -> String {
     Kind::all().map(|kind| format!("\"{}\"", name(kind))).collect::<Vec<_>>().join(", ")
 }
 
-/// The fields that transformers writes only for dense models of this architecture.
+/// Returns the fields that transformers writes only for dense models of this architecture.
 pub(super) fn own_fields(config: &ModelConfig) -> Vec<(&'static str, Value)> {
     match config.architecture {
         Architecture::Llama => vec![("mlp_bias", json!(false)), ("pretraining_tp", json!(1))],

@@ -15,7 +15,7 @@ pub(crate) struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    /// The value of `key`; a null counts as absent, as in `LlamaConfig`.
+    /// Returns the value of `key`; a null counts as absent, as in `LlamaConfig`.
     pub fn get(&self, key: &str) -> Option<&'a Value> {
         self.map.get(key).filter(|value| !value.is_null())
     }
@@ -36,7 +36,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The value of `key`, of which `read` returns `None` if it is not what is `expected`.
+    /// Returns the value of `key`, of which `read` returns `None` if it is not what is `expected`.
     fn typed<T>(
         &self,
         key: &str,
@@ -54,7 +54,7 @@ impl<'a> Fields<'a> {
         self.typed(key, "a whole number", whole_number)
     }
 
-    /// A head count: an integer, or a list with one integer for each layer.
+    /// Returns a head count: an integer, or a list with one integer for each layer.
     pub fn head_counts(&self, key: &str) -> Result<Option<HeadCounts>, Error> {
         let Some(Value::Array(list)) = self.get(key) else {
             return Ok(self.count(key)?.map(HeadCounts::All));
@@ -72,7 +72,7 @@ impl<'a> Fields<'a> {
         self.typed(key, "a list of whole numbers for each layer", ids)
     }
 
-    /// A count from 1 to `limit`.
+    /// Returns a count from 1 to `limit`.
     pub fn size(&self, key: &str, limit: usize) -> Result<Option<usize>, Error> {
         match self.count(key)? {
             Some(number) if number == 0 || number > limit => {
@@ -86,7 +86,7 @@ impl<'a> Fields<'a> {
         self.typed(key, "a number", Value::as_f64)
     }
 
-    /// A number above zero that f32 can have.
+    /// Returns a number above zero that f32 can have.
     pub fn positive(&self, key: &str) -> Result<Option<f64>, Error> {
         match self.number(key)? {
             Some(number) if !(number as f32 > 0.0 && (number as f32).is_finite()) => self

@@ -50,7 +50,7 @@ fn required(table: &Fields<'_>, key: &str) -> Result<f64, Error> {
     table.required(key, table.positive(key)?)
 }
 
-/// The table that counts; `None` if there is none with an entry.
+/// Returns the table that counts; `None` if there is none with an entry.
 fn table<'a>(fields: &Fields<'a>) -> Result<Option<Fields<'a>>, Error> {
     for (key, prefix) in TABLES {
         if let Some(table) = fields.object(key, prefix)?.filter(|table| !table.map.is_empty()) {
@@ -60,7 +60,7 @@ fn table<'a>(fields: &Fields<'a>) -> Result<Option<Fields<'a>>, Error> {
     Ok(None)
 }
 
-/// The base: that of the table, even a null one, which is an error, or the one beside it.
+/// Returns the base: that of the table, even a null one, which is an error, or the one beside it.
 fn theta(table: &Fields<'_>, fields: &Fields<'_>) -> Result<f64, Error> {
     for fields in [table, fields] {
         match fields.map.get(THETA) {
@@ -134,7 +134,7 @@ pub(super) fn write(fields: &mut Map<String, Value>, rope: &RopeConfig) {
     }
 }
 
-/// The table of a scaling.
+/// Returns the table of a scaling.
 pub(super) fn to_json(scaling: &RopeScaling) -> Value {
     match scaling {
         RopeScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),

@@ -5,7 +5,7 @@ use moh_model::{
 
 use super::*;
 
-/// A small Llama's, with a vocabulary of 6 tokens of 4 elements.
+/// Returns a small Llama's, with a vocabulary of 6 tokens of 4 elements.
 pub(crate) fn small_llama(tied: bool) -> ConfigFile {
     read(json!({
         "model_type": "llama", "vocab_size": 6, "hidden_size": 4, "intermediate_size": 6,
@@ -14,7 +14,7 @@ pub(crate) fn small_llama(tied: bool) -> ConfigFile {
     .unwrap()
 }
 
-/// A `config.json` as transformers 4 writes it, with one field replaced (null removes it).
+/// Returns a `config.json` as transformers 4 writes it, with one field replaced (null removes it).
 fn with(key: &str, value: Value) -> Result<ConfigFile, String> {
     let mut fields = json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama",
@@ -58,7 +58,7 @@ fn moh(
     read(fields)
 }
 
-/// The fields without `rope_theta`, and with these.
+/// Returns the fields without `rope_theta`, and with these.
 fn with_rope(entries: Value) -> Result<ConfigFile, String> {
     let mut fields = with("rope_theta", Value::Null).unwrap().fields;
     fields.extend(entries.as_object().unwrap().clone());
@@ -400,7 +400,7 @@ fn a_new_file_reads_back_as_its_configuration() {
     }
 }
 
-/// A Qwen3's `config.json`, with one field replaced.
+/// Returns a Qwen3's `config.json`, with one field replaced.
 fn qwen3(key: &str, value: Value) -> Result<ConfigFile, String> {
     let mut fields = json!({
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": false,

@@ -57,13 +57,14 @@ impl Folder {
         self.root.join("blobs")
     }
 
-    /// The file whose lock a download of `blob` holds.
+    /// Returns the file whose lock a download of `blob` holds.
     pub(crate) fn lock(&self, blob: &str) -> Result<PathBuf, Error> {
         fs::create_dir_all(&self.locks).map_err(Error::io(&self.locks))?;
         Ok(self.locks.join(format!("{blob}.lock")))
     }
 
-    /// The commit that a branch, a tag or a commit had when it was downloaded last; it need not be in the cache.
+    /// Returns the commit that a branch, a tag or a commit had when it was downloaded last; it need not be in the
+    /// cache.
     pub(crate) fn commit(&self, revision: &str) -> Option<String> {
         let commit = recorded_commit(&self.root, revision);
         is_contained(&commit).then_some(commit)
@@ -80,7 +81,7 @@ impl Folder {
         fs::write(&reference, commit).map_err(Error::io(&reference))
     }
 
-    /// The file in the snapshot of a commit, if it is there; it is linked if its blob is.
+    /// Returns the file in the snapshot of a commit, if it is there; it is linked if its blob is.
     pub(crate) fn cached(&self, commit: &str, file: &RemoteFile) -> Result<Option<PathBuf>, Error> {
         let has_size = |path: &Path| fs::metadata(path).is_ok_and(|found| found.len() == file.size);
         let pointer = self.snapshot(commit).join(&file.name);
@@ -111,7 +112,7 @@ impl Folder {
         Ok(pointer)
     }
 
-    /// The files in the snapshot of a commit, sorted by name; empty if it is not in the cache.
+    /// Returns the files in the snapshot of a commit, sorted by name; empty if it is not in the cache.
     pub(crate) fn files(&self, commit: &str) -> Result<Vec<RemoteFile>, Error> {
         let snapshot = self.snapshot(commit);
         let (mut files, mut folders) = (Vec::new(), vec![String::new()]);

@@ -126,8 +126,8 @@ impl Client {
             .ok_or_else(|| Error::hub(&self.id, "the hub names no commit for the revision").into())
     }
 
-    /// The files in a folder of the repository, `""` for its top, and with `is_deep` in the folders below; none if there
-    /// is no such folder.
+    /// Returns the files in a folder of the repository, `""` for its top, and with `is_deep` in the folders below; none
+    /// if there is no such folder.
     pub(crate) fn list(
         &self,
         commit: &str,
@@ -201,7 +201,7 @@ impl Client {
         format!("{}/api/{}s/{}", self.endpoint, self.kind.name(), self.id)
     }
 
-    /// The repository's page, for people.
+    /// Returns the repository's page, for people.
     pub(crate) fn page(&self) -> String {
         match self.kind {
             Kind::Dataset => format!("{}/datasets/{}", self.endpoint, self.id),
@@ -209,7 +209,7 @@ impl Client {
         }
     }
 
-    /// The response to a request for the bytes from `start` on, if it is a success.
+    /// Returns the response to a request for the bytes from `start` on, if it is a success.
     fn get(
         &self,
         url: &str,
@@ -280,7 +280,7 @@ fn header(answer: &Response<ureq::Body>, name: &str) -> Option<String> {
     Some(answer.headers().get(name)?.to_str().ok()?.to_string())
 }
 
-/// The URL of the list's next page, from the header `Link: <...>; rel="next"`.
+/// Returns the URL of the list's next page, from the header `Link: <...>; rel="next"`.
 fn next_page(answer: &Response<ureq::Body>) -> Option<String> {
     let links = header(answer, "Link")?;
     let next = links.split(',').find(|link| link.contains("rel=\"next\""))?;

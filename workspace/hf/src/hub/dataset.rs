@@ -20,7 +20,7 @@ pub struct Dataset {
 }
 
 impl Hub {
-    /// The dataset `id`, `OWNER/NAME`, at a branch, tag or commit, `main` if none is given.
+    /// Returns the dataset `id`, `OWNER/NAME`, at a branch, tag or commit, `main` if none is given.
     pub fn dataset(&self, id: &str, revision: Option<&str>) -> Result<Dataset, Error> {
         if !is_hub_id(id) || !id.contains('/') {
             let reason = "is no dataset of the hub: expected OWNER/NAME, as in allenai/c4";
@@ -60,8 +60,8 @@ impl Dataset {
         self.repository.client.page()
     }
 
-    /// The files in a folder, `""` for the top, and with `is_deep` in the folders below; none if there is no such folder.
-    /// Of the cache, all files are given.
+    /// Returns the files in a folder, `""` for the top, and with `is_deep` in the folders below; none if there is no
+    /// such folder. Of the cache, all files are given.
     pub fn list(&self, folder: &str, is_deep: bool) -> Result<Vec<RemoteFile>, Error> {
         let Repository { folder: cached, client } = &self.repository;
         match self.is_offline {

@@ -8,14 +8,14 @@ pub(crate) fn endpoint() -> String {
     std::env::var("HF_ENDPOINT").unwrap_or_else(|_| "https://huggingface.co".to_string())
 }
 
-/// Whether only the cache may be used: `HF_HUB_OFFLINE`.
+/// Returns whether only the cache may be used: `HF_HUB_OFFLINE`.
 pub(crate) fn is_offline() -> bool {
     std::env::var("HF_HUB_OFFLINE").is_ok_and(|value| {
         ["1", "on", "yes", "true"].contains(&value.to_ascii_lowercase().as_str())
     })
 }
 
-/// The login token: `HF_TOKEN`, the file named by `HF_TOKEN_PATH`, or the file of `hf auth login`;
+/// Returns the login token: `HF_TOKEN`, the file named by `HF_TOKEN_PATH`, or the file of `hf auth login`;
 /// `None` if `HF_HUB_DISABLE_IMPLICIT_TOKEN` is set.
 pub(crate) fn token() -> Option<String> {
     let text = |name| std::env::var(name).ok().filter(|value| !value.is_empty());

@@ -48,7 +48,7 @@ impl FileSet {
         }
     }
 
-    /// The file without which the others are useless.
+    /// Returns the file without which the others are useless.
     fn main_file(self) -> &'static str {
         match self {
             FileSet::Model => CONFIG_FILE,
@@ -80,13 +80,13 @@ fn has_weights(snapshot: &Path) -> bool {
 }
 
 impl Hub {
-    /// The hub and the cache of the environment.
+    /// Returns the hub and the cache of the environment.
     pub fn from_environment() -> Self {
         Hub { offline: environment::is_offline(), ..Hub::default() }
     }
 
-    /// The directory of a model or a tokenizer: `from` itself if it is a directory, or else the cached files of that
-    /// hub id, downloaded if necessary. `progress` is called with the bytes of all files that are there, those of
+    /// Returns the directory of a model or a tokenizer: `from` itself if it is a directory, or else the cached files of
+    /// that hub id, downloaded if necessary. `progress` is called with the bytes of all files that are there, those of
     /// earlier runs too, and all bytes.
     ///
     /// # Errors
@@ -162,8 +162,8 @@ impl FileSet {
         Ok(folder.snapshot(&commit))
     }
 
-    /// The files at the top level of the repository and the named chat templates that are wanted; other subdirectories
-    /// (`original/`, `onnx/`) are never needed.
+    /// Returns the files at the top level of the repository and the named chat templates that are wanted; other
+    /// subdirectories (`original/`, `onnx/`) are never needed.
     fn list(self, client: &Client, commit: &str) -> Result<Vec<RemoteFile>, Failure> {
         let mut files = client.list(commit, "", false)?;
         files.extend(client.list(commit, TEMPLATES_FOLDER, false)?);

@@ -22,7 +22,7 @@ pub(crate) struct Repository {
 }
 
 impl Repository {
-    /// The repository `id` at `endpoint`, with its folder in `cache`.
+    /// Returns the repository `id` at `endpoint`, with its folder in `cache`.
     pub(crate) fn new(
         kind: Kind,
         id: &str,
@@ -114,7 +114,7 @@ impl Repository {
         Ok(())
     }
 
-    /// The error of a file that cannot be written to; a full disk has a remedy.
+    /// Returns the error of a file that cannot be written to; a full disk has a remedy.
     fn write_error(&self, file: &RemoteFile, path: &Path, error: std::io::Error) -> Error {
         use std::io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
         match error.kind() {

@@ -23,7 +23,7 @@ fn card() -> ModelCard {
     }
 }
 
-/// The card that begins with this README, of a source in a directory `name`.
+/// Returns the card that begins with this README, of a source in a directory `name`.
 fn of_readme(name: &str, readme: impl AsRef<[u8]>) -> ModelCard {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join(CARD_FILE), readme).unwrap();

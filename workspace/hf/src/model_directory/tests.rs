@@ -10,7 +10,7 @@ fn specs() -> Vec<TensorSpec> {
     vec![spec("a", &[3, 5], DType::BF16), spec("b", &[4], DType::F32), spec("c", &[7], DType::BF16)]
 }
 
-/// Bytes that are finite in every type.
+/// Returns the bytes that are finite in every type.
 fn content(spec: &TensorSpec) -> Vec<u8> {
     (0..spec.num_bytes()).map(|byte| (byte as u8 ^ spec.name.as_bytes()[0]) & 0x3f).collect()
 }

@@ -33,7 +33,7 @@ pub struct BatchOptions {
 }
 
 impl BatchOptions {
-    /// A pool of so many tokens in blocks of 16, and passes of at most 512 tokens.
+    /// Creates a pool of so many tokens in blocks of 16, and passes of at most 512 tokens.
     pub fn for_tokens(tokens: usize) -> Self {
         const BLOCK_LENGTH: usize = 16;
         let blocks = tokens.div_ceil(BLOCK_LENGTH);
@@ -170,7 +170,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         })
     }
 
-    /// Bytes of the packed copies of a model's weights.
+    /// Returns the bytes of the packed copies of a model's weights.
     pub fn packed_bytes(model: &Model<B, T>) -> u64 {
         super::packed::packed_bytes(model)
     }
@@ -223,25 +223,25 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         }
     }
 
-    /// Tokens of a sequence that are not computed yet.
+    /// Returns the tokens of a sequence that are not computed yet.
     pub fn waiting(&self, id: SequenceId) -> Result<usize> {
         let sequence = self.sequence(id)?;
         Ok(sequence.ids.len() - sequence.computed)
     }
 
-    /// Blocks that a sequence still needs for so many more tokens.
+    /// Returns the blocks that a sequence still needs for so many more tokens.
     pub fn needed_blocks(&self, id: SequenceId, tokens: usize) -> Result<usize> {
         let sequence = self.sequence(id)?;
         let blocks = (sequence.computed + tokens).div_ceil(self.options.block_length);
         Ok(blocks.saturating_sub(sequence.blocks.len()))
     }
 
-    /// Blocks of the pool that no sequence has.
+    /// Returns the blocks of the pool that no sequence has.
     pub fn free_blocks(&self) -> usize {
         self.pool.free()
     }
 
-    /// The sizes that it was made with.
+    /// Returns the sizes that it was made with.
     pub fn options(&self) -> BatchOptions {
         self.options
     }
@@ -494,7 +494,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         Ok(())
     }
 
-    /// The logits that are wanted, of one chunk after another.
+    /// Returns the logits that are wanted, of one chunk after another.
     fn compute_logits(&mut self, chunks: &[Chunk], pass: &PassTokens) -> Result<()> {
         let (model, width) = (self.model, self.model.config.hidden_size);
         let mut count = 0;

@@ -32,7 +32,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         Self::with_options(model, capacity, BatchOptions::for_tokens(capacity))
     }
 
-    /// The same with other sizes of passes and blocks.
+    /// Returns the same with other sizes of passes and blocks.
     pub fn with_options(
         model: &'a Model<B, T>,
         capacity: usize,
@@ -53,7 +53,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         Ok(Generator { batch, sequence: None, position: 0, capacity })
     }
 
-    /// The tokens so far.
+    /// Returns the tokens so far.
     pub fn position(&self) -> usize {
         self.position
     }

@@ -47,12 +47,12 @@ impl BlockPool {
         }
     }
 
-    /// Blocks that nobody uses.
+    /// Returns the blocks that nobody uses.
     pub fn free(&self) -> usize {
         self.free.len()
     }
 
-    /// A block of one's own, whose content is forgotten; `None` if all are in use.
+    /// Returns a block of one's own, whose content is forgotten; `None` if all are in use.
     pub fn allocate(&mut self) -> Option<u32> {
         let (_, block) = self.free.pop_first()?;
         let entry = &mut self.blocks[block as usize];

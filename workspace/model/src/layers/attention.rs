@@ -150,7 +150,7 @@ impl Attention {
         Ok(x)
     }
 
-    /// The outputs of the local heads by rotated queries and keys, `[N, H D]`; of the heads that a
+    /// Returns the outputs of the local heads by rotated queries and keys, `[N, H D]`; of the heads that a
     /// token selected.
     pub fn attend<'v, B: Backend, T: Element>(
         &self,
@@ -229,7 +229,7 @@ impl Attention {
         self.qkv.backward(cx, x, B::view(d_qkv, all), gathered, &mut d.hidden, accumulation)
     }
 
-    /// The routing of a layer that has a router; others have a buffer for it.
+    /// Returns the routing of a layer that has a router; others have a buffer for it.
     fn routing<'v, B: Backend>(&self, routing: Option<&'v Routing<B>>) -> Option<&'v Routing<B>> {
         routing.filter(|_| self.router.is_some())
     }
@@ -251,7 +251,7 @@ impl Attention {
     }
 }
 
-/// The keys and values of the pass's own tokens.
+/// Returns the keys and values of the pass's own tokens.
 fn key_values<'v, B: Backend, T: Element>(
     cx: &Context<'_, B, T>,
     qkv: &'v B::Buffer<T>,

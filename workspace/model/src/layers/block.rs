@@ -95,7 +95,7 @@ impl Block {
         self.add_mlp(cx, h, mlp_norm, gate_up, scratch, y)
     }
 
-    /// The second part of [`Self::forward`]: `y = h + mlp(norm(h))`.
+    /// Returns the second part of [`Self::forward`]: `y = h + mlp(norm(h))`.
     pub fn add_mlp<B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
@@ -110,7 +110,7 @@ impl Block {
         self.mlp.forward(cx, normed, gate_up, scratch, ResidualSum { x: h, y })
     }
 
-    /// The backward pass: replaces the gradient of `y` in `d.residual` by that of `x`, and adds the
+    /// Returns the backward pass: replaces the gradient of `y` in `d.residual` by that of `x`, and adds the
     /// gradients of the parameters, or overwrites stale ones.
     pub fn backward<B: Backend, T: Element, G: Element>(
         &self,

@@ -129,7 +129,7 @@ impl<M: Memory, T: Element> ActivationGradients<M, T> {
 }
 
 impl<B: Backend, T: Element> Context<'_, B, T> {
-    /// Number of tokens, N.
+    /// Returns the number of tokens, N.
     pub fn num_tokens(&self) -> usize {
         self.tokens.shape.tokens()
     }
@@ -147,12 +147,12 @@ impl<B: Backend, T: Element> Context<'_, B, T> {
         VocabularyRows::of_rank(size, self.share().rank, self.share().ranks)
     }
 
-    /// Whether several ranks have shards of each tensor.
+    /// Returns whether several ranks have shards of each tensor.
     pub fn is_tensor_parallel(&self) -> bool {
         self.share().ranks > 1
     }
 
-    /// The tokens whose residual stream this rank has.
+    /// Returns the tokens whose residual stream this rank has.
     pub fn own_tokens(&self) -> TokenShare {
         self.share().tokens(self.num_tokens())
     }
@@ -187,7 +187,7 @@ impl<B: Backend, T: Element> Context<'_, B, T> {
         Ok(start..start + share.local() * width)
     }
 
-    /// The all-reduce over the tensor-parallel ranks, for operators that need it before their end.
+    /// Returns the all-reduce over the tensor-parallel ranks, for operators that need it before their end.
     pub fn sum_over_ranks(
         &self,
     ) -> impl for<'v> Fn(ViewMut<'v, B, f64>) -> moh_kernels::Result<()> + Sync {

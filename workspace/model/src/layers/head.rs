@@ -66,7 +66,7 @@ impl Head {
         Self::at(list.matrix(OUTPUT_HEAD, shape, Division::Vocabulary), config)
     }
 
-    /// The head with this weight, `[V, C]`.
+    /// Returns the head with this weight, `[V, C]`.
     pub fn at(weight: ParameterRange, config: &ModelConfig) -> Self {
         let linear = Linear::at(weight, config.hidden_size);
         Head { linear, vocabulary: config.vocab_size }

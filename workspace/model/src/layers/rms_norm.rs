@@ -39,7 +39,7 @@ impl RmsNorm {
         RmsNorm { weight: list.norm(name, width), eps }
     }
 
-    /// Norms the residual stream `x`, `[M, C]`; returns the output.
+    /// Returns the norms the residual stream `x`, `[M, C]`; returns the output.
     pub fn forward<'v, B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,

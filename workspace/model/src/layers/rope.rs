@@ -31,14 +31,14 @@ impl<M: Memory> RopeTables<M> {
 }
 
 impl<B: Backend, T: Element> Context<'_, B, T> {
-    /// The angles of the tokens' positions.
+    /// Returns the angles of the tokens' positions.
     pub fn rope_table(&self) -> RopeTable<'_, B> {
         let RopeTables { cos, sin } = self.rope;
         let first_position = self.tokens.first_position;
         RopeTable { cos: B::whole(cos), sin: B::whole(sin), first_position }
     }
 
-    /// The arguments of a rotation of the queries and keys of `qkv`, or of their gradients, by their positions.
+    /// Returns the arguments of a rotation of the queries and keys of `qkv`, or of their gradients, by their positions.
     pub fn rope_args<'v>(&'v self, qkv: ViewMut<'v, B, T>) -> RopeArgs<'v, B, T> {
         RopeArgs { shape: &self.tokens.shape, table: self.rope_table(), qkv }
     }

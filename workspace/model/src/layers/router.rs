@@ -34,7 +34,7 @@ pub(crate) enum RouterSpec {
 }
 
 impl RouterSpec {
-    /// Sizes of the routing of up to `tokens` tokens of a layer with `heads`.
+    /// Returns the sizes of the routing of up to `tokens` tokens of a layer with `heads`.
     pub fn routing_shape(&self, tokens: usize, heads: Heads) -> moh_kernels::Result<RoutingShape> {
         match self {
             RouterSpec::QueryNorm(router) => router.routing_shape(tokens, heads),
@@ -96,7 +96,7 @@ impl RouterLayer {
         RouterLayer { spec, width, heads, parameters }
     }
 
-    /// The router of a configuration, with the matrices of `before`, the router that the layer had,
+    /// Returns the router of a configuration, with the matrices of `before`, the router that the layer had,
     /// if it needs any; `None` if that has none.
     pub fn after(
         config: &ModelConfig,
@@ -115,7 +115,7 @@ impl RouterLayer {
         Some(RouterLayer { spec, width, heads, parameters })
     }
 
-    /// The linear layer of the logits, those of the heads first; of a router by logits.
+    /// Returns the linear layer of the logits, those of the heads first; of a router by logits.
     pub fn logits(&self) -> Option<Linear> {
         let RouterSpec::Logits(router) = &self.spec else { return None };
         Some(self.logits_of(router))
@@ -127,12 +127,12 @@ impl RouterLayer {
         Linear::at(ParameterRange::joined(matrices.cloned()), self.width)
     }
 
-    /// Whether tokens select heads, so that there are gates, loads and a balance loss.
+    /// Returns whether tokens select heads, so that there are gates, loads and a balance loss.
     pub fn selects(&self) -> bool {
         !matches!(self.spec, RouterSpec::Static(_))
     }
 
-    /// Whether the router's gradient reaches the block's input beside queries, keys and values.
+    /// Returns whether the router's gradient reaches the block's input beside queries, keys and values.
     pub fn reads_input(&self) -> bool {
         matches!(self.spec, RouterSpec::Logits(_))
     }
@@ -263,7 +263,7 @@ impl RouterLayer {
     }
 }
 
-/// The gradients that reach a layer's router. Ranks that share the heads exchange the deltas of all
+/// Returns the gradients that reach a layer's router. Ranks that share the heads exchange the deltas of all
 /// heads if the router weights them, else those of the columns. The gradient of a weight is no
 /// straight-through one.
 fn gradient<'v, B: Backend, T: Element, G: Element>(

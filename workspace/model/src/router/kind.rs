@@ -49,38 +49,38 @@ impl RouterKind {
     pub const NAMES: [&'static str; Self::ALL.len()] =
         ["query-norm", "group", "static", "linear", "one-stage", "two-stage"];
 
-    /// The router's name.
+    /// Returns the router's name.
     pub const fn name(self) -> &'static str {
         Self::NAMES[self as usize]
     }
 
-    /// The router of that name, if there is one.
+    /// Returns the router of that name, if there is one.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|router| router.name() == name)
     }
 
-    /// Whether it has matrices among a block's tensors.
+    /// Returns whether it has matrices among a block's tensors.
     pub fn has_matrices(self) -> bool {
         self == RouterKind::Linear || self.weighs()
     }
 
-    /// Whether its matrices must be fitted to a text before they are trained: zeros or random values would select heads
-    /// that do not matter. Other routers may begin with zeros, which give every active head weight 1.
+    /// Returns whether its matrices must be fitted to a text before they are trained: zeros or random values would
+    /// select heads that do not matter. Other routers may begin with zeros, which give every active head weight 1.
     pub fn needs_fit(self) -> bool {
         self == RouterKind::Linear
     }
 
-    /// Whether it multiplies the outputs of active heads by weights other than 1.
+    /// Returns whether it multiplies the outputs of active heads by weights other than 1.
     pub fn weighs(self) -> bool {
         matches!(self, RouterKind::OneStage | RouterKind::TwoStage)
     }
 
-    /// Whether tokens select heads, so that there are gates, loads and a balance loss.
+    /// Returns whether tokens select heads, so that there are gates, loads and a balance loss.
     pub fn selects(self) -> bool {
         self != RouterKind::Static
     }
 
-    /// The heads in whose multiples a token selects them.
+    /// Returns the heads in whose multiples a token selects them.
     pub(crate) fn unit(self, groups: HeadGroups) -> usize {
         match self {
             RouterKind::Group => groups.size(),

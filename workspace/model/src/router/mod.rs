@@ -20,7 +20,7 @@ pub use statistics::{LayerRouting, RoutingStatistics, entropy};
 use crate::layers::RouterSpec;
 use crate::{LayerHeads, ModelConfig};
 
-/// The routers of a configuration's layers; `None` for a dense layer, including a layer without
+/// Returns the routers of a configuration's layers; `None` for a dense layer, including a layer without
 /// routed heads.
 pub(crate) fn of_config(config: &ModelConfig) -> Vec<Option<RouterSpec>> {
     (0..config.num_hidden_layers).map(|layer| of_layer(config, layer)).collect()
@@ -41,7 +41,7 @@ pub(crate) fn of_layer(config: &ModelConfig, layer: usize) -> Option<RouterSpec>
     })
 }
 
-/// Sizes of a routing that fits every layer of a configuration; `None` if all layers are dense.
+/// Returns the sizes of a routing that fits every layer of a configuration; `None` if all layers are dense.
 pub(crate) fn routing_shape_of(
     config: &ModelConfig,
     tokens: usize,
@@ -51,7 +51,7 @@ pub(crate) fn routing_shape_of(
     largest(routers.map(|router| router.routing_shape(tokens, heads)))
 }
 
-/// Sizes that serve each of the layers.
+/// Returns the sizes that serve each of the layers.
 pub(crate) fn largest(
     layers: impl Iterator<Item = Result<RoutingShape>>,
 ) -> Result<Option<RoutingShape>> {

@@ -79,7 +79,7 @@ impl LayerRouting {
         LayerRouting { layer, shared_heads, tokens: 0, selected, entropy: 0 }
     }
 
-    /// The routed heads, in ascending order.
+    /// Returns the routed heads, in ascending order.
     pub fn routed_heads(&self) -> impl Iterator<Item = usize> {
         let shared = self.shared_heads;
         (0..shared.len() + self.selected.len()).filter(move |&head| !shared.contains(head))
@@ -120,37 +120,37 @@ impl LayerRouting {
         }
     }
 
-    /// The load of each routed head: the share of tokens that selected it.
+    /// Returns the load of each routed head: the share of tokens that selected it.
     pub fn loads(&self) -> impl Iterator<Item = f64> {
         let tokens = self.tokens.max(1) as f64;
         self.selected.iter().map(move |&count| count as f64 / tokens)
     }
 
-    /// The smallest and the largest load; zeros without routed heads.
+    /// Returns the smallest and the largest load; zeros without routed heads.
     pub fn extreme_loads(&self) -> (f64, f64) {
         let smallest = self.loads().reduce(f64::min).unwrap_or(0.0);
         (smallest, self.loads().fold(0.0, f64::max))
     }
 
-    /// The largest load divided by the mean load: 1 if all heads have the same, or if no head is
+    /// Returns the largest load divided by the mean load: 1 if all heads have the same, or if no head is
     /// selected.
     pub fn imbalance(&self) -> f64 {
         let mean = self.loads().sum::<f64>() / self.selected.len().max(1) as f64;
         if mean > 0.0 { self.extreme_loads().1 / mean } else { 1.0 }
     }
 
-    /// The mean over tokens of the entropy of a token's gates, in nats.
+    /// Returns the mean over tokens of the entropy of a token's gates, in nats.
     pub fn mean_entropy(&self) -> f64 {
         self.entropy as f64 * ENTROPY_UNIT / self.tokens.max(1) as f64
     }
 
-    /// The entropy of equal gates, in nats: the logarithm of the number of routed heads.
+    /// Returns the entropy of equal gates, in nats: the logarithm of the number of routed heads.
     pub fn max_entropy(&self) -> f64 {
         (self.selected.len().max(1) as f64).ln()
     }
 }
 
-/// The entropy of one token's gates, in nats.
+/// Returns the entropy of one token's gates, in nats.
 pub fn entropy(gates: &[f32]) -> f64 {
     let term = |&gate: &f32| if gate > 0.0 { -f64::from(gate) * f64::from(gate).ln() } else { 0.0 };
     gates.iter().map(term).sum::<f64>().max(0.0)

@@ -68,7 +68,7 @@ fn logits_are_those_of_candles_llama() {
     }
 }
 
-/// The loss whose gradient is checked: cross-entropy and balance loss, the selection a constant.
+/// Returns the loss whose gradient is checked: cross-entropy and balance loss, the selection a constant.
 fn total_loss(
     model: &mut Model<Cpu, f32>,
     ids: &[u32],

@@ -71,7 +71,7 @@ fn agree<T: Element>(moh: Option<MohConfig>, recompute: Recompute, tolerance: f6
     }
 }
 
-/// The emulated GPU, and the first real one where the variable MOH_TEST_GPU is set.
+/// Returns the emulated GPU, and the first real one where the variable MOH_TEST_GPU is set.
 fn devices() -> Vec<Cuda> {
     let devices: Vec<Cuda> = [emulated(), gpu()].into_iter().flatten().collect();
     assert!(!devices.is_empty(), "MOH_TEST_GPU is not set");

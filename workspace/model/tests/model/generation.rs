@@ -11,7 +11,7 @@ use moh_model::{
 };
 use moh_testkit::models::{VOCABULARY, config, model, moh};
 
-/// A dense model, and one with each router, of both architectures.
+/// Returns a dense model, and one with each router, of both architectures.
 fn configs() -> Vec<ModelConfig> {
     let routers = [
         None,
@@ -82,7 +82,7 @@ fn generate<B: Backend, T: Element>(
     runs.into_iter().map(|run| run.logits).collect()
 }
 
-/// The logits after the prompt and `count - 1` likeliest tokens, by whole passes.
+/// Returns the logits after the prompt and `count - 1` likeliest tokens, by whole passes.
 fn by_whole_passes<B: Backend, T: Element>(
     model: &mut Model<B, T>,
     prompt: &[u32],

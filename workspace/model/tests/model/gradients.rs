@@ -8,7 +8,7 @@ use moh_model::parameters::FlatBuffers;
 use moh_model::{Activations, Error, Model, ModelConfig, PassShape, Recompute, StepSums};
 use moh_testkit::models::{MOH, RECOMPUTE, SCALE, SHAPE, config, model, upload};
 
-/// The gradients of two micro-batches, from `before` in every element: added to it or, where it is
+/// Returns the gradients of two micro-batches, from `before` in every element: added to it or, where it is
 /// stale, overwriting it.
 fn of_two_passes<T: Element, G: Element>(
     tied: bool,

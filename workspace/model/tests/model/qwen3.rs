@@ -11,7 +11,8 @@ use moh_model::{
 use moh_testkit::models::{Weights, model_of, moh, weights};
 use serde_json::Value;
 
-/// The models that transformers computed, with weights as the script draws them: configuration, token ids, and logits.
+/// Returns the models that transformers computed, with weights as the script draws them: configuration, token ids, and
+/// logits.
 fn cases() -> Vec<(ModelConfig, Vec<u32>, Vec<f64>)> {
     let cases: Vec<Value> = serde_json::from_str(include_str!("qwen3_logits.json")).unwrap();
     let case = |case: Value| {

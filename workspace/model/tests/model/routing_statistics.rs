@@ -11,7 +11,7 @@ use moh_testkit::models::{SHAPE, config, model, moh, upload};
 /// The second sequence of the micro-batch is padding.
 const TOKENS: usize = 40;
 
-/// The statistics of an evaluation with this recomputation.
+/// Returns the statistics of an evaluation with this recomputation.
 fn evaluated<B: Backend + Clone>(
     model: &mut Model<B, f32>,
     recompute: Recompute,

@@ -34,7 +34,7 @@ fn own_bytes() -> u64 {
     text.split(' ').nth(5).unwrap().parse::<u64>().unwrap() * PAGE
 }
 
-/// Bytes that everything of a stage takes: weights, optimiser, gradients, activations, evaluation.
+/// Returns the bytes that everything of a stage takes: weights, optimiser, gradients, activations, evaluation.
 fn allocated<T: Element, G: Element, M: Element>(recipe: &Recipe, config: ModelConfig) -> u64 {
     // Threads have stacks of their own: not before they are there.
     rayon::broadcast(|_| ());
@@ -81,7 +81,7 @@ fn the_plan_counts_what_a_stage_allocates() {
     }
 }
 
-/// Bytes of a stage with this recomputation, element type and router, which the stage adds to the model.
+/// Returns the bytes of a stage with this recomputation, element type and router, which the stage adds to the model.
 fn planned_and_allocated((recompute, dtype, router): (&str, &str, &str)) -> (u64, u64) {
     let case = [
         &format!("memory.recompute={recompute}"),

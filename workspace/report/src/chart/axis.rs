@@ -29,7 +29,7 @@ impl Axis {
         Axis { range, is_log: false }
     }
 
-    /// The axis of values whose decimal logarithms have this range.
+    /// Returns the axis of values whose decimal logarithms have this range.
     pub(super) fn log(range: Range) -> Self {
         let is_short = range.high - range.low < LEAST_DECADES;
         let low = if is_short { range.high - 1.0 } else { range.low };
@@ -44,13 +44,13 @@ impl Axis {
         if self.is_log { value.log10() } else { value }
     }
 
-    /// Whether the axis can show such a value, within its range or not: a logarithmic one none up to 0.
+    /// Returns whether the axis can show such a value, within its range or not: a logarithmic one none up to 0.
     pub(super) fn shows(&self, value: f64) -> bool {
         is_drawable(value) && is_drawable(self.scaled(value))
     }
 
-    /// The place of a value, 0 at the low end and 1 at the high end. On a logarithmic axis, smaller values are at the
-    /// low end, 0 among them.
+    /// Returns the place of a value, 0 at the low end and 1 at the high end. On a logarithmic axis, smaller values are
+    /// at the low end, 0 among them.
     pub(super) fn place(&self, value: f64) -> f64 {
         let place = self.range.place(self.scaled(value));
         if self.is_log { place.max(0.0) } else { place }

@@ -118,7 +118,7 @@ impl Cell {
     }
 }
 
-/// The scale of the colours.
+/// Returns the scale of the colours.
 pub fn color_bar() -> Markup {
     html! {
         svg class="chart" xmlns="http://www.w3.org/2000/svg" role="img" width="400" height="40" viewBox="0 0 400 40" {

@@ -39,7 +39,7 @@ pub struct Look {
 }
 
 impl Look {
-    /// The look of curve `index` of several, which differ in colour and dashes.
+    /// Returns the look of curve `index` of several, which differ in colour and dashes.
     pub fn nth(index: usize) -> Self {
         Look { color: index, dash: index, ..Look::default() }
     }
@@ -125,7 +125,7 @@ impl Plot {
     }
 }
 
-/// The width that a point of a curve takes on a logarithmic axis: half of the way to each neighbour.
+/// Returns the width that a point of a curve takes on a logarithmic axis: half of the way to each neighbour.
 fn width_on_log(points: &[(f64, f64)], index: usize) -> f64 {
     let log = |index: usize| points.get(index).map(|point| point.0.ln()).filter(|x| x.is_finite());
     let Some(here) = log(index) else { return 0.0 };
@@ -135,7 +135,7 @@ fn width_on_log(points: &[(f64, f64)], index: usize) -> f64 {
 }
 
 impl LineChart {
-    /// Whether there is no value to draw.
+    /// Returns whether there is no value to draw.
     pub fn is_empty(&self) -> bool {
         !self.lines.iter().flat_map(|line| &line.points).any(|point| is_drawable(point.1))
     }
@@ -144,7 +144,7 @@ impl LineChart {
         self.lines.iter().filter(|line| !line.look.faint)
     }
 
-    /// Whether the curves need their labels: a single one is what the title says.
+    /// Returns whether the curves need their labels: a single one is what the title says.
     pub fn needs_labels(&self) -> bool {
         self.labelled().count() > usize::from(!self.compares)
     }
@@ -153,7 +153,7 @@ impl LineChart {
         self.svg(size, 0.0, html! {})
     }
 
-    /// The chart as a file of its own, with its title.
+    /// Returns the chart as a file of its own, with its title.
     pub fn to_svg(&self, size: Size) -> String {
         let heading = html! {
             style { (PreEscaped(STYLE)) }
@@ -164,7 +164,7 @@ impl LineChart {
         format!("{}\n", self.svg(size, 50.0, heading).into_string())
     }
 
-    /// The SVG with `heading` in its upper `above` pixels.
+    /// Returns the SVG with `heading` in its upper `above` pixels.
     fn svg(&self, size: Size, above: f64, heading: Markup) -> Markup {
         let Size { width, height, .. } = size;
         let values = self.values();
@@ -286,7 +286,7 @@ impl LineChart {
         }
     }
 
-    /// The curves, cut off at the edges of the plot by an SVG within the SVG.
+    /// Returns the curves, cut off at the edges of the plot by an SVG within the SVG.
     fn curves(&self, plot: &Plot) -> Markup {
         let (wide, high) = (plot.right - plot.left, plot.bottom - plot.top);
         html! {
@@ -297,8 +297,8 @@ impl LineChart {
         }
     }
 
-    /// The curves with values above the plot, with the point of the highest. A faint curve stands in for the one
-    /// of the same look that lies over it, whose means have lost its peaks.
+    /// Returns the curves with values above the plot, with the point of the highest. A faint curve stands in for the
+    /// one of the same look that lies over it, whose means have lost its peaks.
     fn above(&self, values: Axis) -> Vec<(&Line, (f64, f64))> {
         let highest = |line: &Line| {
             let points = line.points.iter().copied().filter(|point| is_drawable(point.1));
@@ -317,7 +317,7 @@ impl LineChart {
         found
     }
 
-    /// The curves' labels on the right, at the heights of their ends but not over each other.
+    /// Returns the curves' labels on the right, at the heights of their ends but not over each other.
     fn end_labels(&self, plot: &Plot, edge: f64) -> Markup {
         if !self.needs_labels() {
             return html! {};
@@ -376,14 +376,14 @@ fn apart(mut places: Vec<f64>, distance: f64, bottom: f64) -> Vec<f64> {
     places
 }
 
-/// The points of a curve that the pixels of a plot can show.
+/// Returns the points of a curve that the pixels of a plot can show.
 fn thinned(line: &Line, plot: &Plot) -> Vec<LineSegment> {
     let columns = (plot.right - plot.left).max(1.0) as usize;
     let shown = |&(x, y): &(f64, f64)| (x, if plot.values.shows(y) { y } else { f64::NAN });
     thin(line.points.iter().map(shown), plot.across, columns)
 }
 
-/// A curve as a path, in the coordinates of the plot. A point without neighbours is a dot.
+/// Returns a curve as a path, in the coordinates of the plot. A point without neighbours is a dot.
 fn curve(line: &Line, plot: &Plot) -> Markup {
     let segments = thinned(line, plot);
     let place = |&(x, y): &(f64, f64)| {
@@ -403,8 +403,8 @@ fn curve(line: &Line, plot: &Plot) -> Markup {
     }
 }
 
-/// The points of a curve as dots that name their values, if they are not too many; of a curve without dots, the points
-/// that have no neighbours.
+/// Returns the points of a curve as dots that name their values, if they are not too many; of a curve without dots, the
+/// points that have no neighbours.
 fn dots(line: &Line, plot: &Plot) -> Markup {
     let is_seen = |&(x, y): &(f64, f64)| plot.contains(x, y);
     let all = line.look.dots;

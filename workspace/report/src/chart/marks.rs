@@ -65,7 +65,7 @@ pub(super) fn height(labels: &[Placed]) -> f64 {
     rows as f64 * ROW
 }
 
-/// The base line of a label whose rows begin above `top`; `None` if it is beyond the rows.
+/// Returns the base line of a label whose rows begin above `top`; `None` if it is beyond the rows.
 pub(super) fn base_line(label: &Placed, top: f64) -> Option<f64> {
     (label.row < MAX_ROWS).then_some(top - ROW * label.row as f64 - 5.0)
 }

@@ -25,7 +25,7 @@ pub const COLORS: usize = 7;
 /// Dashes of curves: `d0` to `d4` of [`STYLE`].
 pub const DASHES: usize = 5;
 
-/// A text of at most `most` characters, the last of them an ellipsis if it was longer. Control characters,
+/// Returns a text of at most `most` characters, the last of them an ellipsis if it was longer. Control characters,
 /// which XML does not allow, become replacement characters.
 pub fn shorten(text: &str, most: usize) -> String {
     let is_long = text.chars().count() > most;
@@ -37,7 +37,7 @@ pub fn shorten(text: &str, most: usize) -> String {
     short
 }
 
-/// A text without control characters, which XML does not allow and a page would hide.
+/// Returns a text without control characters, which XML does not allow and a page would hide.
 pub fn printable(text: &str) -> String {
     let is_odd =
         |c: char| c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
@@ -49,7 +49,7 @@ fn width(text: &str) -> f64 {
     6.6 * text.chars().count() as f64
 }
 
-/// A coordinate: a tenth of a pixel is more than one sees.
+/// Returns a coordinate: a tenth of a pixel is more than one sees.
 fn at(value: f64) -> String {
     let text = format!("{value:.1}");
     text.strip_suffix(".0").map_or_else(|| text.clone(), str::to_owned)

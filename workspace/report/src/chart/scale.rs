@@ -21,7 +21,7 @@ pub struct Range {
 }
 
 impl Range {
-    /// The place of a value, 0 at the low end and 1 at the high end.
+    /// Returns the place of a value, 0 at the low end and 1 at the high end.
     pub fn place(&self, value: f64) -> f64 {
         (value - self.low) / (self.high - self.low)
     }
@@ -30,7 +30,7 @@ impl Range {
         (self.low..=self.high).contains(&value)
     }
 
-    /// The values that an axis shows, if it shows all.
+    /// Returns the values that an axis shows, if it shows all.
     pub fn of_all(values: impl IntoIterator<Item = f64>, from_zero: bool) -> Self {
         let values: Vec<f64> = values.into_iter().filter(|&value| is_drawable(value)).collect();
         let Some(lowest) = values.iter().copied().reduce(f64::min) else {
@@ -54,12 +54,12 @@ impl Range {
     }
 }
 
-/// Whether a chart can show a value.
+/// Returns whether a chart can show a value.
 pub fn is_drawable(value: f64) -> bool {
     value.abs() < LARGEST
 }
 
-/// The values that an axis shows: all, but for a few far above the others, as of the first steps of a new
+/// Returns the values that an axis shows: all, but for a few far above the others, as of the first steps of a new
 /// model or of a step that failed. They would leave no room for the rest. A value has the weight of the room that it takes
 /// across the chart. Values of `seen`, which are not counted among the others, are left out only where the others would be
 /// all but a line.
@@ -89,7 +89,7 @@ pub fn weighted_range(
     Range::of_all(near.chain(seen), from_zero)
 }
 
-/// The first value at which the weights, up to its own, are more than `limit`, or the last one.
+/// Returns the first value at which the weights, up to its own, are more than `limit`, or the last one.
 fn first_beyond<'a>(values: impl Iterator<Item = &'a (f64, f64)>, limit: f64) -> f64 {
     let (mut sum, mut last) = (0.0, f64::NAN);
     for &(value, weight) in values {
@@ -141,7 +141,7 @@ fn tick_label(value: f64, step: f64, largest: f64) -> String {
     format!("{:.decimals$}{suffix}", value / unit)
 }
 
-/// The unit in which numbers up to `largest` are short, and its letter: B is 10^9, as in "8B parameters".
+/// Returns the unit in which numbers up to `largest` are short, and its letter: B is 10^9, as in "8B parameters".
 fn unit_of(largest: f64) -> (f64, &'static str) {
     match largest {
         l if l >= 1e15 => (1.0, ""),
@@ -153,7 +153,7 @@ fn unit_of(largest: f64) -> (f64, &'static str) {
     }
 }
 
-/// A number in powers of ten, without needless digits: `1.5e-5`.
+/// Returns a number in powers of ten, without needless digits: `1.5e-5`.
 fn scientific(value: f64) -> String {
     let text = format!("{value:.3e}");
     match text.split_once('e') {
@@ -164,7 +164,7 @@ fn scientific(value: f64) -> String {
     }
 }
 
-/// A number with few digits, without needless ones: `1.5 M`.
+/// Returns a number with few digits, without needless ones: `1.5 M`.
 pub fn round(value: f64) -> String {
     let (unit, suffix) = unit_of(value.abs());
     match (value / unit).abs() {
@@ -177,7 +177,7 @@ pub fn round(value: f64) -> String {
     }
 }
 
-/// A number in running text: four significant digits with a unit, such as `1.147 M`; `-` if it is not finite.
+/// Returns a number in running text: four significant digits with a unit, such as `1.147 M`; `-` if it is not finite.
 pub fn short(value: f64) -> String {
     if !value.is_finite() {
         return "-".to_owned();
@@ -199,7 +199,7 @@ pub fn short(value: f64) -> String {
 mod tests {
     use super::*;
 
-    /// The range of values of the same weight.
+    /// Returns the range of values of the same weight.
     fn value_range(values: impl IntoIterator<Item = f64>, seen: &[f64], from_zero: bool) -> Range {
         weighted_range(values.into_iter().map(|value| (value, 1.0)), seen, from_zero)
     }

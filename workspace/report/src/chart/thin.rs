@@ -7,8 +7,8 @@ use super::scale::is_drawable;
 /// Points that a line connects.
 pub type LineSegment = Vec<(f64, f64)>;
 
-/// The points of a curve, in order, for a chart whose axis `across` has `columns` pixels: at most four for each column.
-/// Values that are not finite interrupt the line, where a column has no others.
+/// Returns the points of a curve, in order, for a chart whose axis `across` has `columns` pixels: at most four for each
+/// column. Values that are not finite interrupt the line, where a column has no others.
 pub(super) fn thin(
     points: impl IntoIterator<Item = (f64, f64)>,
     across: Axis,
@@ -31,7 +31,7 @@ pub(super) fn thin(
     segments
 }
 
-/// The first, lowest, highest and last of some points, each once and in order.
+/// Returns the first, lowest, highest and last of some points, each once and in order.
 fn ends_and_extremes(points: &[(f64, f64)]) -> LineSegment {
     let most = |is_more: fn(f64, f64) -> bool| {
         let more =

@@ -57,7 +57,7 @@ impl FeatureSums {
         }
     }
 
-    /// The rank of each head's features: how many of the largest singular values of the matrix `[N, D]` of its
+    /// Returns the rank of each head's features: how many of the largest singular values of the matrix `[N, D]` of its
     /// outputs have [`RANK_SHARE`] of the sum of the squares of all.
     pub fn ranks(&self) -> Vec<usize> {
         let of_head = |gram: &[f64]| rank(gram, self.head_dim);
@@ -73,8 +73,8 @@ fn add_outer_product(gram: &mut [f64], output: &[f32]) {
     }
 }
 
-/// The rank by the Gram matrix `[D, D]` of the features, whose eigenvalues are the squared singular values; 0 of
-/// features that are zero.
+/// Returns the rank by the Gram matrix `[D, D]` of the features, whose eigenvalues are the squared singular values; 0
+/// of features that are zero.
 fn rank(gram: &[f64], dim: usize) -> usize {
     let eigen = SymmetricEigen::new(DMatrix::from_row_slice(dim, dim, gram));
     let mut values: Vec<f64> = eigen.eigenvalues.iter().map(|value| value.max(0.0)).collect();

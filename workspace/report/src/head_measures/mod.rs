@@ -144,7 +144,7 @@ pub fn measure_heads<B: Backend + Clone, E: From<Error> + From<moh_model::Error>
     Ok(Some((texts.iter().map(text).collect(), layers.collect())))
 }
 
-/// The mean of some values, if there are any.
+/// Returns the mean of some values, if there are any.
 pub fn mean(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     let values: Vec<f64> = values.into_iter().collect();
     (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)

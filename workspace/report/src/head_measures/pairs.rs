@@ -25,20 +25,20 @@ impl Pairs {
         add(&mut self.counts, &other.counts);
     }
 
-    /// The mean of two different heads; `None` if no token computes both.
+    /// Returns the mean of two different heads; `None` if no token computes both.
     pub fn mean(&self, head: usize, other: usize) -> Option<f64> {
         let at = head.min(other) * self.heads + head.max(other);
         (self.counts[at] > 0.0).then(|| self.sums[at] / self.counts[at])
     }
 
-    /// The mean over all pairs that some token computes; `None` if there is none.
+    /// Returns the mean over all pairs that some token computes; `None` if there is none.
     pub fn mean_of_all(&self) -> Option<f64> {
         let pairs =
             (0..self.heads).flat_map(|low| (low + 1..self.heads).map(move |high| (low, high)));
         super::mean(pairs.filter_map(|(low, high)| self.mean(low, high)))
     }
 
-    /// The means of all heads with all, 1 of a head with itself.
+    /// Returns the means of all heads with all, 1 of a head with itself.
     pub fn matrix(&self) -> Vec<Vec<Option<f64>>> {
         let value = |head, other| if head == other { Some(1.0) } else { self.mean(head, other) };
         (0..self.heads)

@@ -60,7 +60,7 @@ impl PatternSums {
 }
 
 impl Window<'_> {
-    /// The attention of a token in a head over the tokens up to it, in f64.
+    /// Returns the attention of a token in a head over the tokens up to it, in f64.
     pub fn row(&self, token: usize, head: usize) -> Vec<f64> {
         let Window { queries, keys, heads, kv_heads, head_dim, .. } = *self;
         let query = &queries[(token * heads + head) * head_dim..][..head_dim];

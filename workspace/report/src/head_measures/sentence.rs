@@ -29,8 +29,8 @@ pub struct SentenceLayer {
     pub maps: Vec<Vec<Vec<f32>>>,
 }
 
-/// The heads of every layer of the model that `config` describes on the tokens `ids`, on one device. `weights` writes
-/// each tensor by its name.
+/// Returns the heads of every layer of the model that `config` describes on the tokens `ids`, on one device. `weights`
+/// writes each tensor by its name.
 ///
 /// # Errors
 /// Fails if `weights` fails, without a token, for more than the model's context, and if the device fails.

@@ -51,7 +51,8 @@ impl ServedTokens {
         computed.iter_mut().zip(active).for_each(|(sum, &active)| *sum += u64::from(active));
     }
 
-    /// The tokens that compute a head most often, by falling share; of equal shares the more frequent token first.
+    /// Returns the tokens that compute a head most often, by falling share; of equal shares the more frequent token
+    /// first.
     pub fn most(&self, head: usize) -> Vec<ServedToken> {
         let frequent = self.tokens.iter().filter(|(_, (occurrences, _))| *occurrences >= FEWEST);
         let token = |(&id, (occurrences, computed)): (&u32, &(u64, Vec<u64>))| ServedToken {

@@ -78,7 +78,7 @@ fn lines(models: &[Model<'_>], values: &Values) -> Vec<Line> {
     lines
 }
 
-/// The curve `place`, `kind`, of a model: with the model's name and colour if there are several.
+/// Returns the curve `place`, `kind`, of a model: with the model's name and colour if there are several.
 fn line(
     models: &[Model<'_>],
     number: usize,

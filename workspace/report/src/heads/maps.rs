@@ -36,7 +36,7 @@ fn load_map(document: &HeadDocument, layer: &LayerReport) -> HeatMap {
     }
 }
 
-/// The head whose loads differ most between two texts.
+/// Returns the head whose loads differ most between two texts.
 fn describe(document: &HeadDocument, layer: &LayerReport) -> String {
     let ends = |head: &&OneHead| {
         let loads = head.load.iter().copied().enumerate();
@@ -67,7 +67,7 @@ fn describe(document: &HeadDocument, layer: &LayerReport) -> String {
 
 const MAX_CELLS: usize = 100_000;
 
-/// The maps of each layer, closed at first.
+/// Returns the maps of each layer, closed at first.
 pub(super) fn pairs(Model { document, .. }: &Model<'_>) -> Markup {
     let heads = document.layers.first().map_or(1, |layer| layer.heads.len());
     let most = (MAX_CELLS / (2 * heads * heads)).max(1);

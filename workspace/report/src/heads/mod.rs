@@ -44,7 +44,7 @@ fn has_routed(model: &Model<'_>) -> bool {
     model.document.layers.iter().any(routes)
 }
 
-/// The page of documents at the moment `now`.
+/// Returns the page of documents at the moment `now`.
 pub fn heads_page(documents: &[HeadDocument], now: SystemTime) -> String {
     let models = named(documents);
     let names: Vec<&str> = models.iter().map(|model| model.name.as_str()).collect();
@@ -89,7 +89,7 @@ pub fn heads_page(documents: &[HeadDocument], now: SystemTime) -> String {
     shell(&title, body, None)
 }
 
-/// A part of each model that has it, below its name if there are several.
+/// Returns a part of each model that has it, below its name if there are several.
 fn each(
     models: &[Model<'_>],
     has: fn(&Model<'_>) -> bool,
@@ -103,7 +103,7 @@ fn each(
     }
 }
 
-/// The models with the last parts of their names: as many as tell them apart, without the `export` of a run.
+/// Returns the models with the last parts of their names: as many as tell them apart, without the `export` of a run.
 fn named(documents: &[HeadDocument]) -> Vec<Model<'_>> {
     let parts = |document: &HeadDocument, count: usize| {
         let name = document.model.strip_suffix("/export").unwrap_or(&document.model);

@@ -16,7 +16,7 @@ const MAX_MAP_TOKENS: usize = 64;
 const MAP_LAYERS: usize = 3;
 const MAP_HEADS: usize = 2;
 
-/// The table and the maps of a document's sentence.
+/// Returns the table and the maps of a document's sentence.
 pub(super) fn part(Model { document, .. }: &Model<'_>) -> Markup {
     let Some(sentence) = &document.sentence else { return html! {} };
     let maps = maps(sentence);
@@ -79,7 +79,7 @@ fn maps(sentence: &Sentence) -> Vec<HeatMap> {
     all.map(|(layer, (head, kind))| map(&sentence.tokens, layer, head, kind)).collect()
 }
 
-/// The first shared heads of a layer, and the routed heads that most tokens compute, with their kinds.
+/// Returns the first shared heads of a layer, and the routed heads that most tokens compute, with their kinds.
 fn heads(layer: &SentenceLayer) -> Vec<(usize, &'static str)> {
     let shared = layer.shared_heads.iter().map(|&head| (head, "shared"));
     let is_routed = |head: &usize| !layer.shared_heads.contains(head);

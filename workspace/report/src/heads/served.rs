@@ -12,7 +12,7 @@ pub(super) fn has_tokens(model: &Model<'_>) -> bool {
     model.document.layers.iter().flat_map(|layer| &layer.heads).any(|head| !head.tokens.is_empty())
 }
 
-/// A table of all routed heads, closed at first.
+/// Returns a table of all routed heads, closed at first.
 pub(super) fn part(Model { document, .. }: &Model<'_>) -> Markup {
     let routed = |head: &&OneHead| !head.tokens.is_empty();
     html! {
@@ -36,7 +36,7 @@ pub(super) fn part(Model { document, .. }: &Model<'_>) -> Markup {
     }
 }
 
-/// A token with its spaces and line ends to be seen.
+/// Returns a token with its spaces and line ends to be seen.
 pub(super) fn visible(token: &str) -> String {
     let token = token.replace(' ', "\u{2423}").replace('\n', "\u{21b5}").replace('\t', "\u{21e5}");
     shorten(&token, TOKEN_CHARACTERS)

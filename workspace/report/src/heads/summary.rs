@@ -78,7 +78,7 @@ fn rank(document: &HeadDocument, shared: bool) -> String {
     number(mean(heads(document, shared).map(|head| head.feature_rank as f64)), 2)
 }
 
-/// The mean over the layers that have a value.
+/// Returns the mean over the layers that have a value.
 fn of_layers(document: &HeadDocument, value: fn(&LayerReport) -> Option<f64>) -> Option<f64> {
     mean(document.layers.iter().filter_map(value))
 }

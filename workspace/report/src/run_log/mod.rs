@@ -112,7 +112,7 @@ impl RunLog {
         })
     }
 
-    /// The number of a step over all stages, from 1.
+    /// Returns the number of a step over all stages, from 1.
     pub fn number(&self, step: &Step) -> u64 {
         self.steps_before.saturating_add(step.line)
     }
@@ -121,7 +121,7 @@ impl RunLog {
         self.steps_before.saturating_add(self.steps.lines).max(self.summary.steps)
     }
 
-    /// Tokens trained on after `step` steps over all stages, if the log has that step.
+    /// Returns the tokens trained on after `step` steps over all stages, if the log has that step.
     pub fn tokens_after(&self, step: u64) -> Option<f64> {
         if step == 0 {
             return Some(0.0);
@@ -131,8 +131,8 @@ impl RunLog {
         known.or_else(|| (step == self.summary.steps).then_some(self.summary.tokens as f64))
     }
 
-    /// The losses of each validation set by tokens, in the order of the run, the first set first. A conversion's loss
-    /// follows that of the stage before it, at the same tokens.
+    /// Returns the losses of each validation set by tokens, in the order of the run, the first set first. A
+    /// conversion's loss follows that of the stage before it, at the same tokens.
     pub fn validation(&self) -> Vec<(String, Vec<(f64, f64)>)> {
         let mut sets: BTreeMap<&str, Vec<(f64, bool, f64)>> = BTreeMap::new();
         for (name, losses) in &self.steps.validation {
@@ -160,8 +160,8 @@ impl RunLog {
     }
 }
 
-/// Whether the directory `root` is that of a run: marked as one, or with two of a run's recipe, metrics, summary and
-/// checkpoints, as a copy without the mark. One of these names alone may be anybody's.
+/// Returns whether the directory `root` is that of a run: marked as one, or with two of a run's recipe, metrics,
+/// summary and checkpoints, as a copy without the mark. One of these names alone may be anybody's.
 pub fn is_run(root: &Path) -> bool {
     let run = RunDirectory::new(root);
     let files = [run.recipe(), run.metrics(), run.summary()].map(|path| path.is_file());
@@ -178,7 +178,7 @@ fn in_order(mut losses: Vec<(f64, bool, f64)>) -> Vec<(f64, f64)> {
     losses.into_iter().map(|(tokens, _, loss)| (tokens, loss)).collect()
 }
 
-/// The recipe, if it can be read, and its text. A recipe of another version costs no more than the names in it.
+/// Returns the recipe, if it can be read, and its text. A recipe of another version costs no more than the names in it.
 fn read_recipe(run: &RunDirectory) -> anyhow::Result<(Option<Recipe>, Result<String, String>)> {
     let path = run.recipe();
     let file = match File::open(&path) {
@@ -196,7 +196,7 @@ fn read_recipe(run: &RunDirectory) -> anyhow::Result<(Option<Recipe>, Result<Str
     Ok((Recipe::parse_stored(&text, &path, &[]).ok(), Ok(text)))
 }
 
-/// The results so far: of the newest checkpoint whose manifest can be read. Checkpoints may be removed and
+/// Returns the results so far: of the newest checkpoint whose manifest can be read. Checkpoints may be removed and
 /// replaced at any time, and a damaged one is the concern of the run.
 fn of_newest_checkpoint(run: &RunDirectory) -> anyhow::Result<Summary> {
     let steps = run.checkpoint_steps()?;
@@ -215,7 +215,7 @@ fn of_newest_checkpoint(run: &RunDirectory) -> anyhow::Result<Summary> {
     })
 }
 
-/// The last part of a path, or all of it where that says nothing, as in `..`.
+/// Returns the last part of a path, or all of it where that says nothing, as in `..`.
 fn name(root: &Path) -> String {
     let known = root.canonicalize().unwrap_or_else(|_| root.to_owned());
     let name = known.file_name().unwrap_or(root.as_os_str());

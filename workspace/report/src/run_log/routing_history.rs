@@ -118,13 +118,13 @@ impl Loads {
     }
 }
 
-/// The share of tokens that select a head; 0 without tokens.
+/// Returns the share of tokens that select a head; 0 without tokens.
 pub fn load(line: &RoutingLine, selected: u64) -> f64 {
     selected as f64 / line.tokens.max(1) as f64
 }
 
-/// The coefficient of variation of a layer's loads: their standard deviation in parts of their mean, 0 if they are
-/// equal.
+/// Returns the coefficient of variation of a layer's loads: their standard deviation in parts of their mean, 0 if they
+/// are equal.
 fn imbalance(line: &RoutingLine) -> f64 {
     let count = line.selected.len().max(1) as f64;
     let loads = || line.selected.iter().map(|&selected| load(line, selected));

@@ -6,7 +6,7 @@ use super::*;
 
 const LINE: &str = r#"{"stage":"adapt","step":1,"tokens":8,"loss":2.0,"balance_loss":null,"learning_rate":1e-3,"grad_norm":1.0,"tokens_per_second":10.0}"#;
 
-/// A run directory with these files.
+/// Returns a run directory with these files.
 fn run(files: &[(&str, &str)]) -> tempfile::TempDir {
     directory(&[&[(".moh-run", "")], files].concat())
 }
@@ -30,7 +30,7 @@ fn line(step: u64, change: &str) -> String {
     line.replace('}', &format!("{change}}}\n"))
 }
 
-/// A line of `routing.jsonl`: of a layer with two routed heads, the first of which all tokens select.
+/// Returns a line of `routing.jsonl`: of a layer with two routed heads, the first of which all tokens select.
 fn routing(
     step: u64,
     moment: &str,

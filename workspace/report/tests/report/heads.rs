@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::{PROGRAM, check, compared, empty, figures, step, write_run};
 use moh_testkit::programs::{assert_has, failure, program, success};
 
-/// A report of a model with two heads in each of two layers, on two texts: both shared if it is dense, else the
+/// Returns a report of a model with two heads in each of two layers, on two texts: both shared if it is dense, else the
 /// second one routed.
 fn report(model: &str, dense: bool) -> Value {
     let head = |layer: usize, head: usize| {

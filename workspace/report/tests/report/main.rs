@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-report");
 
-/// A line of `metrics.jsonl`.
+/// Returns a line of `metrics.jsonl`.
 fn step(stage: &str, step: u64, tokens: u64) -> Value {
     json!({
         "stage": stage, "step": step, "tokens": tokens, "loss": 2.0 + 1.0 / step as f64,
@@ -55,7 +55,7 @@ fn write_steps(dir: &Path, name: &str, stage: &str, count: u64) {
     write_run(dir, name, &steps(stage, count, |_, _| {}));
 }
 
-/// A line of `routing.jsonl` of a layer after a step, each of whose tokens selects one head.
+/// Returns a line of `routing.jsonl` of a layer after a step, each of whose tokens selects one head.
 fn routing(step: u64, stage: &str, set: &str, layer: u64, selected: [u64; 2]) -> String {
     let line = json!({
         "step": step, "moment": "step", "stage": stage, "validation": set, "layer": layer,
@@ -76,7 +76,7 @@ fn page(dir: &Path, run: &str) -> String {
     page
 }
 
-/// The page that compares runs, or files.
+/// Returns the page that compares runs, or files.
 fn compared(dir: &Path, names: &[&str]) -> String {
     let out = success(program(PROGRAM, dir).args(names).args(["--out", "both.html"]));
     assert_eq!(out, "both.html\n");
@@ -94,7 +94,7 @@ fn figures<'a>(page: &'a str, title: &str) -> Vec<&'a str> {
     figures.filter(|figure| figure.contains(&format!("<strong>{title}</strong>"))).collect()
 }
 
-/// The drawing of a figure that is shown for a choice of axes, without that for narrow pages.
+/// Returns the drawing of a figure that is shown for a choice of axes, without that for narrow pages.
 fn drawing<'a>(figure: &'a str, axes: &str) -> &'a str {
     let parts = figure.split("<div class=\"").skip(1);
     let mut of_axes = parts.skip_while(|part| {

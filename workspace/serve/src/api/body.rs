@@ -101,8 +101,8 @@ async fn read(body: Body, part_timeout: Duration) -> Result<(Vec<u8>, Room), Api
     }
 }
 
-/// The number of JSON values in a part of a body, or more: those in texts count too, as the arguments of a tool call are
-/// JSON in a text.
+/// Returns the number of JSON values in a part of a body, or more: those in texts count too, as the arguments of a tool
+/// call are JSON in a text.
 fn values_in(part: &[u8]) -> usize {
     let count = |byte: &u8| match byte {
         b',' => 1,

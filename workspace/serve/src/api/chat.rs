@@ -79,7 +79,7 @@ pub(super) async fn chat_completions(
     .await
 }
 
-/// A conversation, whose texts may be lists of parts.
+/// Returns a conversation, whose texts may be lists of parts.
 fn conversation(messages: Value) -> Result<Conversation, ApiError> {
     let invalid = |message: String| ApiError::invalid(message, Some("messages"));
     let messages_of = messages.as_array().into_iter().flatten();
@@ -96,7 +96,7 @@ fn conversation(messages: Value) -> Result<Conversation, ApiError> {
     Ok(conversation.with_adapted_content())
 }
 
-/// The text of a conversation; the template has BOS where the model expects one.
+/// Returns the text of a conversation; the template has BOS where the model expects one.
 fn render(served: &Served, conversation: &Conversation) -> Result<String, ApiError> {
     let template = served.template.as_ref().ok_or_else(|| {
         ApiError::invalid("the model has no chat template: ask /v1/completions", None)
@@ -150,7 +150,7 @@ impl Format for Chat {
     }
 }
 
-/// The log-probabilities of tokens, if they are wanted.
+/// Returns the log-probabilities of tokens, if they are wanted.
 fn logprobs(generation: &Generation<Chat>, tokens: &[GeneratedToken]) -> Value {
     if generation.logprobs.is_none() || tokens.is_empty() {
         return Value::Null;

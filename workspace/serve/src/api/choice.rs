@@ -33,7 +33,7 @@ impl<'a> ChoiceReader<'a> {
         ChoiceReader { events, text, stops: StopStrings::new(stops), offsets: Offsets::default() }
     }
 
-    /// The next piece; `None` after the end.
+    /// Returns the next piece; `None` after the end.
     pub async fn next(&mut self) -> Option<Result<ChoiceEvent, ApiError>> {
         if self.stops.found {
             // The sequence is given up: whoever reads on would get the tokens after the text.

@@ -24,7 +24,7 @@ pub struct ApiError {
 }
 
 impl ApiError {
-    /// A request that makes no sense, by the field `param`.
+    /// Creates a request that makes no sense, by the field `param`.
     pub fn invalid(message: impl Into<String>, param: Option<&str>) -> Self {
         let (message, param) = (message.into(), param.map(str::to_owned));
         ApiError { status: StatusCode::BAD_REQUEST, message, param }
@@ -70,7 +70,7 @@ impl From<Failure> for ApiError {
 }
 
 impl From<moh_text::Error> for ApiError {
-    /// The sentence, with the name of a file alone: where it is does not concern a client.
+    /// Returns the sentence, with the name of a file alone: where it is does not concern a client.
     fn from(error: moh_text::Error) -> Self {
         let named = |path: &Path, reason: &dyn Display| {
             let name = path.file_name().unwrap_or_default().display();

@@ -26,7 +26,7 @@ pub(super) struct EventSender(Sender<Option<Bytes>>);
 #[derive(Debug)]
 pub(super) struct Disconnected;
 
-/// A sender of events, and the answer that has them.
+/// Returns a sender of events, and the answer that has them.
 pub(super) fn events() -> (EventSender, Response) {
     let (sender, receiver) = channel(WAITING_EVENTS);
     let body = Body::from_stream(EventStream(receiver));

@@ -18,7 +18,7 @@ pub struct Fields {
 }
 
 impl Fields {
-    /// The fields of a body, which has this room.
+    /// Returns the fields of a body, which has this room.
     pub(super) fn parse(body: &[u8], room: Room) -> Result<Self, ApiError> {
         let not_json =
             |error: &dyn Display| ApiError::invalid(format!("the body is not JSON: {error}"), None);

@@ -47,20 +47,20 @@ pub(super) trait Format: Send + Sync + Sized + 'static {
     /// Bytes of memory of a log-probability in an answer, roughly.
     const ENTRY_BYTES: usize;
 
-    /// The text of the prompt `prompt`, if choices begin with it.
+    /// Returns the text of the prompt `prompt`, if choices begin with it.
     fn repeated(&self, _prompt: usize) -> &str {
         ""
     }
 
-    /// A whole choice of the prompt `prompt`.
+    /// Returns a whole choice of the prompt `prompt`.
     fn whole(&self, generation: &Generation<Self>, prompt: usize, choice: &WholeChoice) -> Value;
 
-    /// The fields of a stream's choice before its first token, if there are any.
+    /// Returns the fields of a stream's choice before its first token, if there are any.
     fn begin(&self) -> Option<Value> {
         None
     }
 
-    /// The fields of a part of a choice.
+    /// Returns the fields of a part of a choice.
     fn part(
         &self,
         generation: &Generation<Self>,
@@ -113,8 +113,8 @@ impl<F: Format> Generation<F> {
         Ok(response.map(|body| Body::new(Held::new(body, memory))))
     }
 
-    /// Bytes of memory that the answer takes at most, roughly. The parts of a stream take less, as they are sent before the
-    /// next ones are made; what the engine has computed may wait for the client.
+    /// Returns the bytes of memory that the answer takes at most, roughly. The parts of a stream take less, as they are
+    /// sent before the next ones are made; what the engine has computed may wait for the client.
     fn bytes(&self) -> usize {
         let (entry, number) = match self.options.stream {
             true => (2 * size_of::<(u32, f64)>(), size_of::<usize>()),
@@ -174,7 +174,7 @@ impl<F: Format> Generation<F> {
         Usage { prompt: self.prompts.iter().map(|prompt| prompt.len()).sum(), ..Usage::default() }
     }
 
-    /// An answer, or a part of a stream, with its choices.
+    /// Returns an answer, or a part of a stream, with its choices.
     fn body(&self, object: &str, choices: &[impl Serialize], usage: Option<Value>) -> String {
         #[derive(Serialize)]
         struct Answer<'a, C> {

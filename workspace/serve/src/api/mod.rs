@@ -30,7 +30,7 @@ pub use fields::Fields;
 pub use served::{Checkpoint, LayerDescription, Served};
 pub use texts::TextLimits;
 
-/// The paths of the API, and others.
+/// Returns the paths of the API, and others.
 pub fn routes(served: Arc<Served>, others: Router<Arc<Served>>) -> Router {
     others
         .route("/v1/completions", post(completions::completions))

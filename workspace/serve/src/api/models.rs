@@ -41,7 +41,7 @@ fn description(served: &Served) -> Value {
     })
 }
 
-/// Whether requests are answered.
+/// Returns whether requests are answered.
 pub(super) async fn health(State(served): State<Arc<Served>>) -> StatusCode {
     match served.is_ending.load(Ordering::Relaxed) || served.engine.is_closed() {
         true => StatusCode::SERVICE_UNAVAILABLE,

@@ -69,7 +69,7 @@ impl GenerationOptions {
     }
 }
 
-/// Whether the usage is wanted; `None` without options. A list is no object, though serde takes it for one.
+/// Returns whether the usage is wanted; `None` without options. A list is no object, though serde takes it for one.
 fn stream_options(fields: &mut Fields) -> Result<Option<bool>, ApiError> {
     const NAME: &str = "stream_options";
     let expected = "an object with include_usage alone";

@@ -65,7 +65,7 @@ pub struct LayerDescription {
 }
 
 impl Served {
-    /// The checkpoint that is served now.
+    /// Returns the checkpoint that is served now.
     pub fn checkpoint(&self) -> Arc<Checkpoint> {
         // A value is replaced whole: a panic leaves no half of one.
         Arc::clone(&self.checkpoint.read().unwrap_or_else(PoisonError::into_inner))
@@ -151,7 +151,7 @@ impl Served {
         Err(ApiError::invalid(message, Some(name)))
     }
 
-    /// The most tokens that can be generated after a prompt, which the field `name` gave.
+    /// Returns the most tokens that can be generated after a prompt, which the field `name` gave.
     pub fn room_after(&self, prompt: &[u32], name: &str) -> Result<usize, ApiError> {
         let invalid = |message: String| Err(ApiError::invalid(message, Some(name)));
         self.check_ids(prompt, name)?;

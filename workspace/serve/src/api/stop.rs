@@ -31,13 +31,13 @@ impl<'a> StopStrings<'a> {
         std::mem::replace(&mut self.held, rest)
     }
 
-    /// The text that was held back, when no more follows.
+    /// Returns the text that was held back, when no more follows.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 }
 
-/// Bytes at the end of `text` that a stop string begins with.
+/// Returns the bytes at the end of `text` that a stop string begins with.
 fn open_bytes(text: &str, stop: &str) -> usize {
     let begins = stop.char_indices().map(|(at, _)| at).rev();
     begins.into_iter().find(|&bytes| text.ends_with(&stop[..bytes])).unwrap_or(0)

@@ -26,19 +26,19 @@ pub struct TextLimits {
 }
 
 impl TextLimits {
-    /// The limits of a tokenizer and a model's context.
+    /// Returns the limits of a tokenizer and a model's context.
     pub fn new(tokenizer: &TextTokenizer, context: usize) -> Self {
         let ids = 0..u32::try_from(tokenizer.vocab_size()).unwrap_or(u32::MAX);
         let longest = ids.filter_map(|id| tokenizer.token(id)).map(|token| token.len()).max();
         TextLimits { context, longest: longest.unwrap_or(0).max(MIN_LONGEST) }
     }
 
-    /// Tokens of a text or list of `/tokenize` and `/detokenize` at most.
+    /// Returns the tokens of a text or list of `/tokenize` and `/detokenize` at most.
     pub(super) fn tokens(&self) -> usize {
         self.context.saturating_mul(CONTEXTS)
     }
 
-    /// The ids of a text, of which there are not far more than `most`; the field `name` gave it.
+    /// Returns the ids of a text, of which there are not far more than `most`; the field `name` gave it.
     fn encode(
         &self,
         tokenizer: &TextTokenizer,
@@ -72,7 +72,7 @@ impl TextLimits {
 }
 
 impl Served {
-    /// The ids of a text that the field `name` gave, of which there are not far more than `most`, and the text.
+    /// Returns the ids of a text that the field `name` gave, of which there are not far more than `most`, and the text.
     pub(super) async fn encode(
         self: &Arc<Self>,
         text: String,

@@ -21,7 +21,7 @@ impl<'a> TokenTexts<'a> {
         TokenTexts { tokenizer, as_ids, known: HashMap::new() }
     }
 
-    /// The text of a token after others, and its bytes. Bytes that are no text are written as `bytes:\xe2\x80`.
+    /// Returns the text of a token after others, and its bytes. Bytes that are no text are written as `bytes:\xe2\x80`.
     pub fn of(&mut self, id: u32) -> &(String, Vec<u8>) {
         let (tokenizer, as_ids) = (self.tokenizer, self.as_ids);
         self.known.entry(id).or_insert_with(|| {
@@ -40,8 +40,8 @@ pub(super) struct Offsets {
 }
 
 impl Offsets {
-    /// The characters before a token, which makes this text certain. That of tokens which turned out to be no character
-    /// is before it.
+    /// Returns the characters before a token, which makes this text certain. That of tokens which turned out to be no
+    /// character is before it.
     pub fn next(&mut self, new: &str) -> usize {
         let count = new.chars().count();
         let broken = new.chars().take_while(|&character| character == '\u{fffd}').count();
@@ -52,7 +52,7 @@ impl Offsets {
     }
 }
 
-/// A log-probability as JSON can have it.
+/// Returns a log-probability as JSON can have it.
 pub(super) fn finite(logprob: f64) -> f64 {
     logprob.max(LEAST_LOGPROB)
 }

@@ -12,7 +12,7 @@ use super::{ApiError, Fields, Served};
 /// Bytes of a token's text, roughly.
 const ID_BYTES: usize = 8;
 
-/// The ids of a text.
+/// Returns the ids of a text.
 pub(super) async fn tokenize(
     State(served): State<Arc<Served>>,
     mut fields: Fields,
@@ -35,7 +35,7 @@ pub(super) async fn tokenize(
     .await
 }
 
-/// The text of ids.
+/// Returns the text of ids.
 pub(super) async fn detokenize(
     State(served): State<Arc<Served>>,
     mut fields: Fields,

@@ -51,7 +51,7 @@ impl Places {
         Places(Mutex::new((count, Vec::new())))
     }
 
-    /// A place for work on so many bytes. Work on fewer bytes overtakes it until it has waited long.
+    /// Returns a place for work on so many bytes. Work on fewer bytes overtakes it until it has waited long.
     async fn acquire(&'static self, bytes: usize) -> Option<Place> {
         let (sender, place) = oneshot::channel();
         self.give(0, Some((Instant::now() + TURN_OF_BYTE * bytes as u32, sender)));

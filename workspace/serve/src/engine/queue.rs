@@ -17,7 +17,7 @@ pub struct Events {
 }
 
 impl Events {
-    /// The next event; `None` if the engine has ended.
+    /// Returns the next event; `None` if the engine has ended.
     pub async fn next(&mut self) -> Option<Event> {
         self.receiver.recv().await
     }
@@ -43,12 +43,12 @@ impl EventSender {
         let _ = self.sender.send(event);
     }
 
-    /// Whether nobody listens any more.
+    /// Returns whether nobody listens any more.
     pub fn is_closed(&self) -> bool {
         self.sender.is_closed()
     }
 
-    /// Whether the client ended the sequence with all that it wants.
+    /// Returns whether the client ended the sequence with all that it wants.
     pub fn is_enough(&self) -> bool {
         self.is_enough.load(Ordering::Relaxed)
     }
@@ -120,7 +120,7 @@ impl Drop for Counted {
     }
 }
 
-/// A queue of at most `capacity` waiting sequences.
+/// Returns a queue of at most `capacity` waiting sequences.
 pub fn queue(capacity: usize) -> (Handle, Inbox) {
     let (sender, receiver) = channel();
     let waiting = Arc::new(AtomicUsize::new(0));
@@ -166,7 +166,7 @@ impl Handle {
         Ok(groups.into_iter().map(submit).collect())
     }
 
-    /// Whether the engine has ended.
+    /// Returns whether the engine has ended.
     pub fn is_closed(&self) -> bool {
         self.is_closed.load(Ordering::Relaxed)
     }
@@ -178,7 +178,7 @@ impl Submission {
         self.prompt_done.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the first sequence with its prompt has left what it would compute.
+    /// Returns whether the first sequence with its prompt has left what it would compute.
     pub(super) fn is_ready(&self) -> bool {
         self.is_first || self.prompt_done.load(Ordering::Relaxed)
     }

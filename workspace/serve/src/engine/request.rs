@@ -36,7 +36,7 @@ pub struct Request {
 const FEW_TOKENS: usize = 64;
 
 impl Request {
-    /// Whether it may be computed for long, so that those that generate few tokens have places that it has not.
+    /// Returns whether it may be computed for long, so that those that generate few tokens have places that it has not.
     pub(super) fn generates_many(&self) -> bool {
         self.max_tokens > FEW_TOKENS
     }
@@ -50,7 +50,7 @@ impl Request {
         }
     }
 
-    /// Whether the heads of any token are wanted.
+    /// Returns whether the heads of any token are wanted.
     pub(super) fn wants_heads(&self) -> bool {
         self.heads || self.prompt_heads
     }

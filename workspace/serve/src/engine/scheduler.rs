@@ -115,7 +115,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         }
     }
 
-    /// Whether no request has begun that is not finished; others may wait.
+    /// Returns whether no request has begun that is not finished; others may wait.
     pub fn is_drained(&self) -> bool {
         let mut waiting = self.waiting.iter();
         self.running.is_empty()
@@ -123,12 +123,12 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
             && !waiting.any(|waiting| waiting.has_begun.load(Ordering::Relaxed))
     }
 
-    /// Whether no sequence is computed or waits.
+    /// Returns whether no sequence is computed or waits.
     pub fn is_empty(&self) -> bool {
         self.is_drained() && self.waiting.is_empty()
     }
 
-    /// The sequences that wait, which another scheduler may have.
+    /// Returns the sequences that wait, which another scheduler may have.
     pub fn into_waiting(self) -> VecDeque<Submission> {
         self.waiting
     }
@@ -243,23 +243,24 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         }
     }
 
-    /// Whether a prompt is short, so that a few passes compute it while others generate.
+    /// Returns whether a prompt is short, so that a few passes compute it while others generate.
     fn is_short(&self, prompt: &[u32]) -> bool {
         prompt.len() <= 2 * self.limits.prompt_tokens.min(self.batch.options().pass_tokens)
     }
 
-    /// Whether a prompt may be computed before others that wait: a short one, unless they have waited long.
+    /// Returns whether a prompt may be computed before others that wait: a short one, unless they have waited long.
     fn may_pass(&self, prompt: &[u32]) -> bool {
         self.is_short(prompt) && self.blocked.is_none_or(|since| since.elapsed() < MAX_PASSED)
     }
 
-    /// The places that may be taken when a long prompt joins, and those that the sequences of one request may have.
+    /// Returns the places that may be taken when a long prompt joins, and those that the sequences of one request may
+    /// have.
     fn most(&self) -> usize {
         self.limits.sequences - self.limits.sequences / PLACES_KEPT
     }
 
-    /// Whether the request of a waiting sequence has as many places as it may have, or all those that generate many tokens
-    /// have, among which it is.
+    /// Returns whether the request of a waiting sequence has as many places as it may have, or all those that generate
+    /// many tokens have, among which it is.
     fn is_many(&self, waiting: &Submission) -> bool {
         let of_request = self.running.iter().filter(|sequence| sequence.is_of(waiting)).count();
         let many = || self.running.iter().filter(|it| it.request.generates_many()).count();
@@ -267,7 +268,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         of_request >= self.most() || waiting.request.generates_many() && many() >= places
     }
 
-    /// Whether one more sequence may be computed.
+    /// Returns whether one more sequence may be computed.
     fn has_place(&self) -> bool {
         self.running.len() < self.limits.sequences
     }
@@ -304,7 +305,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         Ok(Some((id, shared)))
     }
 
-    /// Blocks that the prompts of the running sequences still need.
+    /// Returns the blocks that the prompts of the running sequences still need.
     fn promised_blocks(&self) -> usize {
         let of = |sequence: &Sequence| {
             let waiting = self.batch.waiting(sequence.id).unwrap_or(0);
@@ -313,7 +314,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         self.running.iter().map(of).sum()
     }
 
-    /// The chunks of the next pass. Sequences that joined last give up their blocks until the others' suffice.
+    /// Returns the chunks of the next pass. Sequences that joined last give up their blocks until the others' suffice.
     fn plan(&mut self) -> Vec<Planned> {
         loop {
             let plan = self.chunks();
@@ -333,7 +334,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         }
     }
 
-    /// A token of every sequence that generates, and then parts of prompts.
+    /// Returns a token of every sequence that generates, and then parts of prompts.
     fn chunks(&self) -> Vec<Planned> {
         let planned = |index: usize, tokens: usize, logits: usize| {
             let sequence = &self.running[index];
@@ -474,7 +475,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     }
 }
 
-/// Whether a sequence is still wanted and in time; if not, it is counted, and its client is told.
+/// Returns whether a sequence is still wanted and in time; if not, it is counted, and its client is told.
 fn goes_on(
     events: &EventSender,
     deadline: Option<Instant>,

@@ -84,12 +84,12 @@ impl Sequence {
         }
     }
 
-    /// Tokens that are to be computed before it can go on where it was.
+    /// Returns the tokens that are to be computed before it can go on where it was.
     pub fn tokens_to_restart(&self) -> usize {
         self.request.prompt.len() + self.generated.len() + 1
     }
 
-    /// Whether it was submitted together with another one.
+    /// Returns whether it was submitted together with another one.
     pub fn is_of(&self, submission: &Submission) -> bool {
         Arc::ptr_eq(&self.has_begun, &submission.has_begun)
     }
@@ -99,12 +99,12 @@ impl Sequence {
         self.prompt_done.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the generator has only one token of it to compute, which was generated.
+    /// Returns whether the generator has only one token of it to compute, which was generated.
     pub fn is_decoding(&self) -> bool {
         self.pushed > 0
     }
 
-    /// Tokens that the generator has.
+    /// Returns the tokens that the generator has.
     pub fn length(&self) -> usize {
         self.request.prompt.len() + self.pushed
     }
@@ -117,7 +117,7 @@ impl Sequence {
         }
     }
 
-    /// Whether logits after each token of the prompt are to be computed.
+    /// Returns whether logits after each token of the prompt are to be computed.
     pub fn wants_prompt_logits(&self) -> bool {
         self.request.prompt_logprobs.is_some() && self.prompt.is_some()
     }
@@ -134,7 +134,8 @@ impl Sequence {
         }
     }
 
-    /// Whether the token after its last one is to be chosen: it is not known from an earlier time, and is wanted.
+    /// Returns whether the token after its last one is to be chosen: it is not known from an earlier time, and is
+    /// wanted.
     pub fn chooses_next(&self) -> bool {
         self.request.max_tokens > 0 && self.pushed == self.generated.len()
     }

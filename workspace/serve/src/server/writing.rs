@@ -27,7 +27,7 @@ pub(super) struct Writing<S, F> {
 }
 
 impl<S, F> Writing<S, F> {
-    /// A stream whose writes wait at most so long, and whose client may leave.
+    /// Creates a stream whose writes wait at most so long, and whose client may leave.
     pub fn new(stream: S, timeout: Duration, has_left: F) -> Self {
         Writing { stream, has_left, left: None, timeout, deadline: None }
     }
@@ -49,14 +49,14 @@ impl<S, F> Writing<S, F> {
     }
 }
 
-/// Whether a client has closed its side, whatever it has sent before that is not read.
+/// Returns whether a client has closed its side, whatever it has sent before that is not read.
 pub(super) fn has_closed(stream: &TcpStream) -> bool {
     let ready = std::pin::pin!(stream.ready(Interest::READABLE));
     let ready = ready.poll(&mut Context::from_waker(Waker::noop()));
     matches!(ready, Poll::Ready(Ok(ready)) if ready.is_read_closed())
 }
 
-/// Whether a client has sent so much behind its request that it can only be left.
+/// Returns whether a client has sent so much behind its request that it can only be left.
 pub(super) fn has_sent_much(stream: &TcpStream) -> bool {
     let mut bytes = vec![0; MAX_BEHIND];
     let mut buffer = ReadBuf::new(&mut bytes);

@@ -19,7 +19,7 @@ fn best(logits: &[f32]) -> u32 {
     ids.rev().max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32
 }
 
-/// The likeliest tokens after a prompt, with what is known of each.
+/// Returns the likeliest tokens after a prompt, with what is known of each.
 fn likeliest(
     model: &Model<Cpu, f32>,
     prompt: &[u32],

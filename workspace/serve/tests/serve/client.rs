@@ -14,7 +14,8 @@ use moh_testkit::programs::{edit_config, program, workplace, write_moh, write_to
 /// Longer than any answer of the tests takes.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A directory with a dense model in `source` and a Mixture-of-Head one in `moh`, whose tokenizer has words alone.
+/// Returns a directory with a dense model in `source` and a Mixture-of-Head one in `moh`, whose tokenizer has words
+/// alone.
 pub fn prepared() -> tempfile::TempDir {
     let dir = workplace();
     edit_config(dir.path(), |config| config["eos_token_id"] = json!(null));
@@ -92,20 +93,20 @@ impl Server {
         format!("Host: localhost:{}\r\nConnection: close\r\n", self.port)
     }
 
-    /// The answer of `/v1/completions` to a request that is good.
+    /// Returns the answer of `/v1/completions` to a request that is good.
     pub fn completion(&self, body: &Value) -> Value {
         let answer = self.post("/v1/completions", body);
         assert_eq!(answer.status, 200, "{body}: {}", answer.text());
         answer.json()
     }
 
-    /// The texts of its choices.
+    /// Returns the texts of its choices.
     pub fn texts(&self, body: &Value) -> Vec<String> {
         let choices = self.completion(body)["choices"].as_array().unwrap().clone();
         choices.iter().map(|choice| choice["text"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// A number of `/metrics`.
+    /// Returns a number of `/metrics`.
     pub fn metric(&self, name: &str) -> f64 {
         let text = self.get("/metrics").text();
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
@@ -165,7 +166,7 @@ impl Answer {
         Answer { status, head, body: if is_chunked { whole(&body) } else { body } }
     }
 
-    /// The rest of an answer that was begun, as it is.
+    /// Returns the rest of an answer that was begun, as it is.
     pub fn read_rest(mut stream: TcpStream) -> String {
         let mut bytes = Vec::new();
         stream.read_to_end(&mut bytes).unwrap();
@@ -184,7 +185,7 @@ impl Answer {
         self.json()["error"]["message"].as_str().unwrap().to_owned()
     }
 
-    /// The events of a stream, which must be whole.
+    /// Returns the events of a stream, which must be whole.
     pub fn events(&self) -> Vec<Value> {
         let text = self.text();
         let mut events: Vec<_> = text.split_terminator("\n\n").collect();
@@ -194,7 +195,7 @@ impl Answer {
     }
 }
 
-/// A body without the lengths of its chunks.
+/// Returns a body without the lengths of its chunks.
 fn whole(mut body: &[u8]) -> Vec<u8> {
     let mut found = Vec::new();
     while let Some(end) = body.windows(2).position(|part| part == b"\r\n") {

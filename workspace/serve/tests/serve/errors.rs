@@ -167,7 +167,7 @@ fn hostile_requests_do_not_harm_the_others() {
     assert_eq!(text(), expected);
 }
 
-/// The status of a request whose chunks never end.
+/// Returns the status of a request whose chunks never end.
 fn endless_chunks(server: &Server) -> u16 {
     let mut stream = server.connect();
     stream.set_write_timeout(Some(PATIENCE)).unwrap();

@@ -15,7 +15,7 @@ fn body(number: usize) -> Value {
     })
 }
 
-/// The answers to bodies, each asked alone.
+/// Returns the answers to bodies, each asked alone.
 fn alone(server: &Server, count: usize) -> Vec<Value> {
     (0..count).map(|number| server.completion(&body(number))["choices"].clone()).collect()
 }

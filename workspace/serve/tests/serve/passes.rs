@@ -12,7 +12,7 @@ use moh_testkit::programs::WORDS;
 
 use crate::client::prepared;
 
-/// A greedy request for a token after `length` tokens.
+/// Returns a greedy request for a token after `length` tokens.
 fn request(length: u32, max_tokens: usize) -> Request {
     Request {
         prompt: (0..length).map(|n| (n * n + length) % 30).collect(),

@@ -41,7 +41,7 @@ fn a_checkpoint_is_served_as_its_export_is() {
     assert_eq!(newest.metric("moh_heads_computed_ratio{layer=\"0\"}"), 0.75);
 }
 
-/// An answer of several choices, some of which wait for others and for blocks.
+/// Returns an answer of several choices, some of which wait for others and for blocks.
 fn choices(server: &Server) -> Value {
     let body = json!({
         "prompt": ["w1 w2 w5 w6 w7", "w8"], "max_tokens": 40, "temperature": 0.5, "seed": 1, "n": 4,

@@ -110,7 +110,7 @@ impl<T: Element> Rank<T> {
         self.stepper.step(&mut self.model, &mut self.optimizer, read, first, update).unwrap()
     }
 
-    /// The bits of the exact weights and of both moments.
+    /// Returns the bits of the exact weights and of both moments.
     fn state(&mut self) -> Vec<u32> {
         self.stepper.wait_for_weights(&mut self.model).unwrap();
         let mut bits = Vec::new();

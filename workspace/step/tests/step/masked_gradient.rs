@@ -88,7 +88,8 @@ struct Losses {
     targets: usize,
 }
 
-/// The losses of the step: the means over all of its targets, and the mean of its micro-batches' balance losses.
+/// Returns the losses of the step: the means over all of its targets, and the mean of its micro-batches' balance
+/// losses.
 fn step_of(reference: &Reference, teacher: Option<&Reference>) -> candle_core::Result<Losses> {
     let mut cross_entropy = Tensor::zeros((), DType::F64, &Device::Cpu)?;
     let (mut balance, mut count) = (cross_entropy.clone(), 0);
@@ -118,7 +119,7 @@ fn step_of(reference: &Reference, teacher: Option<&Reference>) -> candle_core::R
     })
 }
 
-/// A dense model of other sizes.
+/// Returns a dense model of other sizes.
 fn teacher() -> Model<Cpu, f32> {
     let sizes = config(12, false, None);
     let config =

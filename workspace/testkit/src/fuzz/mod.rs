@@ -80,7 +80,7 @@ impl Target<'_> {
         (outcome, self.allocator.peak_usage().saturating_sub(before))
     }
 
-    /// The outcome of one call, without its numbers.
+    /// Returns the outcome of one call, without its numbers.
     fn call(&self, read: &impl Fn(&[u8]) -> Result<(), String>, input: &[u8], seed: u64) -> String {
         let (mut outcome, mut peak) = self.measure(read, input);
         for _ in 0..MEASUREMENTS {

@@ -116,7 +116,7 @@ fn swap_words(input: &mut Vec<u8>, random: &mut Rng) {
     }
 }
 
-/// The letters, digits, signs and points around a position.
+/// Returns the letters, digits, signs and points around a position.
 fn word_at(input: &[u8], at: usize) -> Option<std::ops::Range<usize>> {
     let is_part = |byte: &u8| byte.is_ascii_alphanumeric() || b"_-+.".contains(byte);
     let before = input[..at].iter().rev().take_while(|byte| is_part(byte)).count();

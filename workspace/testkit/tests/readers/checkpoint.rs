@@ -50,7 +50,7 @@ learning_rate = {{ max = 1e-2, min = 1e-3, warmup_steps = 1 }}
     dir
 });
 
-/// A copy of the run's checkpoint, in a run directory of its own.
+/// Returns a copy of the run's checkpoint, in a run directory of its own.
 fn copy() -> (TempDir, RunDirectory) {
     let dir = tempfile::tempdir().unwrap();
     let (from, run) = (RunDirectory::new(RUN.path().join("run")), RunDirectory::new(dir.path()));

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::{outcome, run_on_file, target};
 
-/// A report of two heads on two texts, with a sentence of two tokens.
+/// Returns a report of two heads on two texts, with a sentence of two tokens.
 fn report() -> Value {
     let head = |shared: bool| {
         let tokens = if shared {

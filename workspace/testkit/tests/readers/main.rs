@@ -21,7 +21,7 @@ use moh_testkit::fuzz::{PeakAlloc, Target};
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
-/// A reader that may take so many MiB beside its input.
+/// Returns a reader that may take so many MiB beside its input.
 fn target<'a>(name: &'a str, seeds: &'a [Vec<u8>], mebibytes: usize) -> Target<'a> {
     Target { name, seeds, memory: mebibytes << 20, allocator: &ALLOCATOR }
 }
@@ -36,7 +36,7 @@ fn run_on_file(target: Target<'_>, name: &str, read: impl Fn(&Path) -> Result<()
     });
 }
 
-/// The outcome of a reader as text.
+/// Returns the outcome of a reader as text.
 fn outcome<T, E: Display>(read: Result<T, E>) -> Result<(), String> {
     read.map(|_| ()).map_err(|error| error.to_string())
 }

@@ -6,7 +6,7 @@ use safetensors::tensor::TensorView;
 
 use crate::{outcome, run_on_file, target};
 
-/// A file with two tensors.
+/// Returns a file with two tensors.
 fn weights() -> Vec<u8> {
     let bytes: Vec<u8> = (0..24).collect();
     let view =

@@ -51,7 +51,7 @@ impl Input {
     }
 }
 
-/// Whether a preparation of these inputs can be continued: not if one of them is standard input or another
+/// Returns whether a preparation of these inputs can be continued: not if one of them is standard input or another
 /// pipe.
 pub fn can_continue(names: &[PathBuf]) -> bool {
     // A name that is not there is a pattern of files.
@@ -66,7 +66,7 @@ pub(crate) fn is_standard_input(path: &Path) -> bool {
     path.as_os_str() == STANDARD_INPUT
 }
 
-/// The files that `inputs` stand for, in order, and `-` where it is named.
+/// Returns the files that `inputs` stand for, in order, and `-` where it is named.
 pub(crate) fn expand(inputs: Inputs<'_>) -> Result<Vec<Input>> {
     let Inputs { names, keep } = inputs;
     if names.is_empty() {
@@ -95,7 +95,7 @@ pub(crate) fn expand(inputs: Inputs<'_>) -> Result<Vec<Input>> {
     Ok(inputs)
 }
 
-/// Bytes of all inputs as they are stored; 0 if that is unknown, as of standard input and other pipes.
+/// Returns the bytes of all inputs as they are stored; 0 if that is unknown, as of standard input and other pipes.
 pub(crate) fn total_bytes(inputs: &[Input]) -> Result<u64> {
     let mut total = 0;
     for input in inputs {
@@ -161,7 +161,7 @@ fn files_of_glob(name: &Path) -> Result<Vec<PathBuf>> {
     }
 }
 
-/// The data files below a directory. Hidden ones and those whose name starts with `_` are left out, as
+/// Returns the data files below a directory. Hidden ones and those whose name starts with `_` are left out, as
 /// programs write such files beside data.
 fn files_in(directory: &Path) -> Result<Vec<PathBuf>> {
     let (mut paths, mut directories) = (Vec::new(), vec![directory.to_path_buf()]);
@@ -219,7 +219,7 @@ fn refuse_splits(directory: &Path) -> Result<()> {
     }
 }
 
-/// Whether a file of a dataset that `save_to_disk` wrote is not one of its rows.
+/// Returns whether a file of a dataset that `save_to_disk` wrote is not one of its rows.
 fn is_beside_rows(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().as_encoded_bytes();
     name.ends_with(b".json")

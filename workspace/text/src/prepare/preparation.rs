@@ -163,7 +163,7 @@ impl Observer for () {
 }
 
 impl<'a> Prepare<'a> {
-    /// The defaults: the field `text`, the tokenizer's end-of-text token, all documents, one token file, and no
+    /// Returns the defaults: the field `text`, the tokenizer's end-of-text token, all documents, one token file, and no
     /// replacement.
     pub fn new(tokenizer: &'a TextTokenizer, inputs: &'a [PathBuf], prefix: &'a Path) -> Self {
         Self {
@@ -218,7 +218,7 @@ impl<'a> Prepare<'a> {
 }
 
 impl Selection {
-    /// Whether the sample has a document.
+    /// Returns whether the sample has a document.
     pub(crate) fn wants(&self, hash: &blake3::Hash) -> bool {
         let Some(Sample { share, seed }) = self.sample else { return true };
         let (words, _) = hash.as_bytes().as_chunks::<8>();
@@ -330,8 +330,8 @@ pub fn prepare(
     outputs.finish(&ending).map(Some)
 }
 
-/// The files that `inputs` stand for; `None` if `stop` was set before they are known. A hub that does not answer is left
-/// alone then.
+/// Returns the files that `inputs` stand for; `None` if `stop` was set before they are known. A hub that does not
+/// answer is left alone then.
 fn expand_until(stop: &AtomicBool, inputs: Inputs<'_>) -> Result<Option<Vec<Input>>> {
     if !inputs.names.iter().any(|name| scheme(name).is_some()) {
         return expand(inputs).map(Some);

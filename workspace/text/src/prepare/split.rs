@@ -26,12 +26,12 @@ pub struct Split {
 }
 
 impl Split {
-    /// The token files of training and of validation.
+    /// Returns the token files of training and of validation.
     pub(crate) fn prefixes(prefix: &Path) -> [PathBuf; 2] {
         ["-train", "-validation"].map(|ending| with_ending(prefix, ending))
     }
 
-    /// Whether document `number`, counted from 0, is one of validation.
+    /// Returns whether document `number`, counted from 0, is one of validation.
     pub(crate) fn is_validation(&self, number: u64) -> bool {
         let (units, smaller) = (u128::from(UNITS), u128::from(self.smaller));
         let number = u128::from(number);
@@ -46,7 +46,7 @@ impl Split {
 }
 
 impl fmt::Display for Split {
-    /// The shares of training and validation.
+    /// Returns the shares of training and validation.
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let smaller = self.smaller as f64 / UNITS as f64;
         let larger = (UNITS - self.smaller) as f64 / UNITS as f64;

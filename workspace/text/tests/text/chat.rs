@@ -26,7 +26,7 @@ const GENERATION: &str = "{%- for message in messages %}{{- '<|im_start|>' + mes
      {%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}\
      {%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}{{- '\n' }}{%- endfor %}";
 
-/// A directory with a byte-level tokenizer that has the special tokens of ChatML.
+/// Returns a directory with a byte-level tokenizer that has the special tokens of ChatML.
 fn workplace() -> (TempDir, TextTokenizer) {
     let dir = tempfile::tempdir().unwrap();
     let tok = dir.path().join("tok");

@@ -58,7 +58,7 @@ fn quickstart() -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-/// A tokenizer for each decoder that Llama, Qwen and their kin have.
+/// Returns a tokenizer for each decoder that Llama, Qwen and their kin have.
 fn kinds() -> Vec<(&'static str, Value)> {
     let mut byte_level = quickstart();
     // Characters that are no bytes, and tokens with others.

@@ -197,7 +197,7 @@ fn ended(
     Ok((documents(&prefix), end))
 }
 
-/// A directory whose tokenizer has this post-processor, and these other files.
+/// Returns a directory whose tokenizer has this post-processor, and these other files.
 fn with_post_processor(
     dir: &Path,
     template: Option<&[&str]>,

@@ -77,7 +77,7 @@ impl LayerLog {
         LayerLog { path, identity, file: None, layers, end: MAGIC.len() as u64 }
     }
 
-    /// The log with the whole records of its file.
+    /// Returns the log with the whole records of its file.
     fn with_records_of(mut self, file: File) -> Result<Self> {
         let log = &mut self;
         let mut file = BufReader::new(file);
@@ -95,22 +95,22 @@ impl LayerLog {
         Ok(self)
     }
 
-    /// The number of layers that are kept.
+    /// Returns the number of layers that are kept.
     pub fn len(&self) -> usize {
         self.layers.len()
     }
 
-    /// Whether none is.
+    /// Returns whether none is.
     pub fn is_empty(&self) -> bool {
         self.layers.is_empty()
     }
 
-    /// The file.
+    /// Returns the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// A layer that is kept; `None` of a later one.
+    /// Returns a layer that is kept; `None` of a later one.
     pub fn layer(&self, number: usize) -> Result<Option<FoundLayer>> {
         let Some((Header { layer, .. }, _)) = self.layers.get(number) else { return Ok(None) };
         let (projection, rows) = (self.projection(number)?, self.router(number)?);
@@ -129,21 +129,21 @@ impl LayerLog {
         }))
     }
 
-    /// The output projection of a layer that is kept; `None` if it was not refitted.
+    /// Returns the output projection of a layer that is kept; `None` if it was not refitted.
     pub fn projection(&self, number: usize) -> Result<Option<Vec<f32>>> {
         let Some((header, start)) = self.layers.get(number) else { return Ok(None) };
         self.values(*start, header.projection)
     }
 
-    /// The matrix of the router of a layer that is kept; `None` if it has none.
+    /// Returns the matrix of the router of a layer that is kept; `None` if it has none.
     fn router(&self, number: usize) -> Result<Option<Vec<f32>>> {
         let Some((header, start)) = self.layers.get(number) else { return Ok(None) };
         let projection = (header.projection * DType::F32.bytes()) as u64;
         self.values(start + projection, header.router)
     }
 
-    /// The matrix that is the tensor of this name with so many elements: a refitted output projection, or the matrix of a
-    /// router, zeros in a layer without routed heads; `None` of other tensors.
+    /// Returns the matrix that is the tensor of this name with so many elements: a refitted output projection, or the
+    /// matrix of a router, zeros in a layer without routed heads; `None` of other tensors.
     pub(super) fn matrix(&self, tensor: &str, elements: usize) -> Result<Option<Vec<f32>>> {
         let Some((number, name)) = layer_and_name(tensor) else { return Ok(None) };
         let values = match name {

@@ -54,7 +54,7 @@ enum Weights<'a> {
 }
 
 impl<'a> StageMeasurement<'a> {
-    /// The calibration of the stage that `state` is at the beginning of, if it has one; `data` is the stage's.
+    /// Returns the calibration of the stage that `state` is at the beginning of, if it has one; `data` is the stage's.
     ///
     /// # Errors
     /// Fails if the tokens cannot be read, or are too few.
@@ -82,9 +82,9 @@ impl<'a> StageMeasurement<'a> {
         Ok(Some(StageMeasurement { recipe, run, source, stage, step, dense, options, tokens }))
     }
 
-    /// The result: that of before, if it is of the same weights, tokens and options, or else a new one, which the first
-    /// rank writes into the run directory. `None` if `is_asked`, which tells whether this rank is asked to stop, is true
-    /// on a rank meanwhile.
+    /// Returns the result: that of before, if it is of the same weights, tokens and options, or else a new one, which
+    /// the first rank writes into the run directory. `None` if `is_asked`, which tells whether this rank is asked to
+    /// stop, is true on a rank meanwhile.
     pub fn result<B: Backend + Clone>(
         &self,
         backend: &B,
@@ -106,12 +106,12 @@ impl<'a> StageMeasurement<'a> {
         text.map(|text| CalibrationRecord::parse(&text, &path)).transpose()
     }
 
-    /// The routing of a result.
+    /// Returns the routing of a result.
     pub fn moh(&self, record: &CalibrationRecord) -> Result<MohConfig> {
         Ok(record.moh(self.options.moh.router, &self.dense)?)
     }
 
-    /// The result in the run directory, if it is complete and of the same weights, tokens and options.
+    /// Returns the result in the run directory, if it is complete and of the same weights, tokens and options.
     fn known(&self, weights: &Weights<'_>) -> Result<Option<CalibrationRecord>> {
         let identity = self.identity(weights);
         let record = CalibrationRecord::read(self.run, self.step)?;
@@ -294,7 +294,7 @@ fn error(recipe: &Recipe, stage: &str, source: moh_calibrate::Error) -> Error {
     moh_files::unusable(&recipe.run.dir, reason).into()
 }
 
-/// The tokens of the first samples from `first` on, without the token after each.
+/// Returns the tokens of the first samples from `first` on, without the token after each.
 fn first_tokens(
     data: &TrainingData,
     first: u64,
@@ -310,9 +310,9 @@ fn first_tokens(
     Ok(ids)
 }
 
-/// The attention of the stage `index`, whose model had that of `before`: the recipe's, but for heads that a stage
-/// before it has calibrated. Of a stage that is calibrated itself, without the calibration. Fails if the recipe's heads
-/// do not fit the model.
+/// Returns the attention of the stage `index`, whose model had that of `before`: the recipe's, but for heads that a
+/// stage before it has calibrated. Of a stage that is calibrated itself, without the calibration. Fails if the recipe's
+/// heads do not fit the model.
 pub(crate) fn attention_of(
     recipe: &Recipe,
     index: usize,

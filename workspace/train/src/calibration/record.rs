@@ -40,7 +40,7 @@ pub fn calibrated_layer(layer: &moh_calibrate::LayerCalibration) -> CalibratedLa
 }
 
 impl CalibrationRecord {
-    /// The record of a calibration of a stage after `step` steps.
+    /// Returns the record of a calibration of a stage after `step` steps.
     pub(super) fn new(
         identity: String,
         (stage, step): (&str, u64),
@@ -69,7 +69,7 @@ impl CalibrationRecord {
         text.map(|text| Self::parse(&text, &path)).transpose()
     }
 
-    /// The record in a text; messages name it `path`.
+    /// Returns the record in a text; messages name it `path`.
     pub(super) fn parse(text: &[u8], path: &Path) -> Result<Self> {
         let refuse = |reason: String| Error::from(moh_files::unusable(path, reason));
         let record: Self = serde_json::from_slice(text).map_err(|error| {
@@ -90,8 +90,8 @@ impl CalibrationRecord {
         Ok(serde_json::to_vec_pretty(self).map_err(|error| moh_files::io(path)(error.into()))?)
     }
 
-    /// The routing that was chosen, with the stage's router. Fails if the record's heads are not those of the model
-    /// that `config` describes.
+    /// Returns the routing that was chosen, with the stage's router. Fails if the record's heads are not those of the
+    /// model that `config` describes.
     pub(crate) fn moh(
         &self,
         router: RouterKind,
@@ -108,12 +108,12 @@ impl CalibrationRecord {
         Ok(moh)
     }
 
-    /// The file with the layers, of which each has a hash.
+    /// Returns the file with the layers, of which each has a hash.
     fn layers(&self, run: &RunDirectory) -> Result<LayerLog> {
         LayerLog::read(&run.calibrated_layers(self.calibration.step), self.identity.clone())
     }
 
-    /// Whether the run has all layers of the record, on the first rank.
+    /// Returns whether the run has all layers of the record, on the first rank.
     pub(super) fn has_layers(&self, run: &RunDirectory) -> bool {
         self.layers(run).is_ok_and(|layers| layers.len() == self.calibration.layers.len())
     }
@@ -144,7 +144,7 @@ mod tests {
 
     use super::*;
 
-    /// The record of two layers with refitted projections.
+    /// Returns the record of two layers with refitted projections.
     fn record() -> Value {
         let layer = |heads: &[usize]| {
             json!({

@@ -140,18 +140,18 @@ impl Comparison {
         Ok(Comparison { directory, path: path.to_owned(), runs })
     }
 
-    /// The directory of the comparison: `run.dir` of the recipe.
+    /// Returns the directory of the comparison: `run.dir` of the recipe.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// The runs, each after those that it continues.
+    /// Returns the runs, each after those that it continues.
     pub fn runs(&self) -> &[PlannedRun] {
         &self.runs
     }
 
-    /// The places of the runs in [`Self::runs`] in the order in which a command goes through them: those that have
-    /// begun first. They need no run that has not.
+    /// Returns the places of the runs in [`Self::runs`] in the order in which a command goes through them: those that
+    /// have begun first. They need no run that has not.
     pub fn order(&self) -> Result<Vec<usize>> {
         let mut order = Vec::new();
         for (place, run) in self.runs.iter().enumerate() {
@@ -161,12 +161,12 @@ impl Comparison {
         Ok(order.into_iter().map(|(_, place)| place).collect())
     }
 
-    /// The runs of the variants.
+    /// Returns the runs of the variants.
     pub fn variants(&self) -> impl Iterator<Item = &PlannedRun> {
         self.runs.iter().filter(|run| run.variant.is_some())
     }
 
-    /// Whether a run is still to be trained or looked at: shared stages are not once every run that continues
+    /// Returns whether a run is still to be trained or looked at: shared stages are not once every run that continues
     /// them has begun, so that their directory may then be removed.
     pub fn needs(&self, run: &PlannedRun) -> Result<bool> {
         if run.variant.is_some() {
@@ -182,7 +182,7 @@ impl Comparison {
         Ok(false)
     }
 
-    /// The path of `comparison.json`.
+    /// Returns the path of `comparison.json`.
     pub fn record(&self) -> PathBuf {
         self.directory.join(RECORD)
     }
@@ -240,7 +240,7 @@ impl Comparison {
     }
 }
 
-/// The number of first stages that each variant shares. A variant that changes no stage needs no more of them
+/// Returns the number of first stages that each variant shares. A variant that changes no stage needs no more of them
 /// than the others, and trains at least the last stage itself.
 fn shared_stages(base: &Recipe, variants: &[Recipe]) -> Vec<usize> {
     let all = base.stages.len();
@@ -250,7 +250,7 @@ fn shared_stages(base: &Recipe, variants: &[Recipe]) -> Vec<usize> {
     common.into_iter().map(|stages| stages.min(most)).collect()
 }
 
-/// The number of first stages after which both recipes have the same weights: none if anything differs that is
+/// Returns the number of first stages after which both recipes have the same weights: none if anything differs that is
 /// neither of a stage nor of logs or checkpoints, which change no weight.
 fn common_stages(base: &Recipe, variant: &Recipe) -> usize {
     let rest = |recipe: &Recipe| Recipe {

@@ -33,7 +33,7 @@ pub struct Results {
     pub evaluations: Vec<Evaluation>,
 }
 
-/// The results of a run; `None` if it has not finished.
+/// Returns the results of a run; `None` if it has not finished.
 pub fn results(run: &RunDirectory) -> Result<Option<Results>> {
     let Some(summary) = Summary::read(&run.summary())? else { return Ok(None) };
     Ok(Some(Results {
@@ -83,7 +83,7 @@ struct KnownVariant {
     name: String,
 }
 
-/// The names of a record's variants; `None` if there is no record.
+/// Returns the names of a record's variants; `None` if there is no record.
 pub(super) fn names(path: &Path) -> Result<Option<Vec<String>>> {
     let bytes = moh_files::read_bounded_if_any(path, MAX_BYTES, "the record of a comparison")?;
     let Some(bytes) = bytes else { return Ok(None) };
@@ -98,7 +98,7 @@ pub(super) fn names(path: &Path) -> Result<Option<Vec<String>>> {
     }
 }
 
-/// The mean speed of the steps of a run's last stage.
+/// Returns the mean speed of the steps of a run's last stage.
 fn tokens_per_second(run: &RunDirectory) -> Result<Option<f64>> {
     let (mut stage, mut before) = (String::new(), None);
     let (mut tokens, mut seconds) = (0.0, 0.0);

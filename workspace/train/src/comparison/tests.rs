@@ -19,7 +19,7 @@ fn plan(path: &Path, variants: &[&str]) -> Result<Comparison> {
     Comparison::plan(path, &[], variants)
 }
 
-/// The runs by name, each with its parent and the names of its stages.
+/// Returns the runs by name, each with its parent and the names of its stages.
 fn runs(path: &Path, variants: &[&str]) -> Vec<(String, Option<String>, usize)> {
     let comparison = plan(path, variants).unwrap();
     let parent = |run: &PlannedRun| {

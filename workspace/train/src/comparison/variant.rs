@@ -20,7 +20,7 @@ pub struct Variant {
     pub overrides: Vec<String>,
 }
 
-/// The error of a variant, by its name or as it was given.
+/// Returns the error of a variant, by its name or as it was given.
 pub(super) fn refuse(name: &str, reason: impl fmt::Display) -> Error {
     Error::Invalid(format!("--variant {name}: {reason}"))
 }

@@ -116,7 +116,7 @@ fn row(run: &RunDirectory, recipe: Option<&Recipe>, listed: &ListedCheckpoint) -
     ]
 }
 
-/// The stage of a checkpoint, and its step in it.
+/// Returns the stage of a checkpoint, and its step in it.
 fn stage(recipe: Option<&Recipe>, state: &RunState) -> String {
     let name = |index: usize| {
         let stage = recipe.and_then(|recipe| recipe.stages.get(index));

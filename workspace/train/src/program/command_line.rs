@@ -13,7 +13,7 @@ pub(crate) struct CommandLine {
 }
 
 impl CommandLine {
-    /// The command `program` without arguments: through cargo if this program was started so, or else by
+    /// Returns the command `program` without arguments: through cargo if this program was started so, or else by
     /// name.
     pub(crate) fn new(program: &str) -> Self {
         let from_cargo = std::env::var_os("CARGO").is_some() && Path::new("Cargo.toml").is_file();

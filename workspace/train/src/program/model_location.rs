@@ -13,8 +13,8 @@ use moh_recipe::Recipe;
 use moh_recipe::shell::shell_word;
 use moh_train::{first_that_keeps_model, share_text};
 
-/// The directory of the recipe's `model.from` on this rank; `None` if there is none, or if it is a run, or if one of
-/// `runs`, this run or the one that it continues, keeps what it needs of it. All ranks call this together.
+/// Returns the directory of the recipe's `model.from` on this rank; `None` if there is none, or if it is a run, or if
+/// one of `runs`, this run or the one that it continues, keeps what it needs of it. All ranks call this together.
 pub(crate) fn locate(
     recipe: &Recipe,
     runs: &[&RunDirectory],
@@ -39,7 +39,7 @@ pub(crate) fn locate(
     Ok(found)
 }
 
-/// The directory of the model `from`.
+/// Returns the directory of the model `from`.
 pub(crate) fn find(from: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     if let Some(directory) = hub_cache::directory(from, revision)? {
         return match not_a_model(&directory) {
@@ -50,7 +50,7 @@ pub(crate) fn find(from: &str, revision: Option<&str>) -> anyhow::Result<PathBuf
     in_cache(from, revision, hub_cache::find_model)
 }
 
-/// The directory with the configuration of the model `from`.
+/// Returns the directory with the configuration of the model `from`.
 pub(crate) fn find_config(from: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     match hub_cache::directory(from, revision)? {
         Some(directory) => Ok(directory),

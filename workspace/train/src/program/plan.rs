@@ -88,8 +88,8 @@ pub(crate) fn plan_comparison(
     Ok(())
 }
 
-/// The rate for a plan's times: the one that is given, or else, where a recipe is for a CPU and one process, what this
-/// machine's reaches.
+/// Returns the rate for a plan's times: the one that is given, or else, where a recipe is for a CPU and one process,
+/// what this machine's reaches.
 fn rate(
     arguments: &Arguments,
     recipe: &Recipe,
@@ -146,7 +146,7 @@ fn resolve(recipe: &mut Recipe, path: &Path) -> anyhow::Result<ModelConfig> {
     Ok(config)
 }
 
-/// The shape of the recipe's model, of a hub id by its `config.json` in the cache.
+/// Returns the shape of the recipe's model, of a hub id by its `config.json` in the cache.
 fn model_config(recipe: &Recipe, path: &Path) -> anyhow::Result<ModelConfig> {
     if let Some(config) = local_model_config(recipe, path)? {
         return Ok(config);

@@ -61,7 +61,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The step, its blocks, the gradients of its tensors and the sources of its samples.
+/// Returns the step, its blocks, the gradients of its tensors and the sources of its samples.
 fn tables(replay: &Replay) -> Result<String, fmt::Error> {
     let mut out = String::new();
     summary(&mut out, replay)?;
@@ -97,7 +97,7 @@ fn summary(out: &mut String, replay: &Replay) -> fmt::Result {
     writeln!(out)
 }
 
-/// A row for each block: the residual stream after attention and after the MLP, the gradient, and the
+/// Returns a row for each block: the residual stream after attention and after the MLP, the gradient, and the
 /// routing.
 fn blocks(out: &mut String, replay: &Replay) -> fmt::Result {
     let mut header =
@@ -124,7 +124,7 @@ fn blocks(out: &mut String, replay: &Replay) -> fmt::Result {
     write!(out, "\n{}", aligned(header, rows, &[0]))
 }
 
-/// The share of tokens that selected each routed head, in a row for each block that routes.
+/// Returns the share of tokens that selected each routed head, in a row for each block that routes.
 fn loads(out: &mut String, replay: &Replay) -> fmt::Result {
     let layers = &replay.routing.layers;
     if layers.is_empty() {

@@ -32,7 +32,7 @@ pub(crate) fn report(recipe: &Recipe, run: &RunDirectory, summary: &Summary) -> 
     Ok(())
 }
 
-/// A remark if moh-eval reads more windows of the validation data than the run did.
+/// Returns a remark if moh-eval reads more windows of the validation data than the run did.
 fn other_windows(recipe: &Recipe) -> Option<String> {
     let validation = recipe.data.validation.first()?;
     let sequences = recipe.stages.first().map_or(1, |stage| stage.micro_batch);
@@ -74,7 +74,7 @@ fn next_commands(recipe: &Recipe, run: &RunDirectory, summary: &Summary) -> Vec<
     commands
 }
 
-/// The same run with half of its heads active, a quarter of them shared; `None` if it has been that, or if
+/// Returns the same run with half of its heads active, a quarter of them shared; `None` if it has been that, or if
 /// the heads have no quarter. The recipe is the run's own, which has every override.
 fn half_of_the_heads(recipe: &Recipe, run: &RunDirectory, heads: usize) -> Option<CommandLine> {
     if !heads.is_multiple_of(4) {
@@ -102,7 +102,7 @@ fn half_of_the_heads(recipe: &Recipe, run: &RunDirectory, heads: usize) -> Optio
     (!others.is_empty()).then(|| others.iter().fold(first, set_half))
 }
 
-/// The path beside `directory` whose name is longer by `ending`.
+/// Returns the path beside `directory` whose name is longer by `ending`.
 fn beside(directory: &Path, ending: &str) -> PathBuf {
     // `.` and `..` are no names.
     let named = match directory.file_name() {

@@ -193,7 +193,7 @@ impl RunView {
         }
     }
 
-    /// The time of the remaining steps at the speed of the recent ones.
+    /// Returns the time of the remaining steps at the speed of the recent ones.
     fn left(&self, step: u64) -> Duration {
         let (Some(first), Some(last)) = (self.recent.front(), self.recent.back()) else {
             return Duration::ZERO;
@@ -215,7 +215,7 @@ fn print(bar: Option<&ProgressBar>, text: &str) {
     }
 }
 
-/// The start of a stage: its attention, steps and, with several ranks, their layout.
+/// Returns the start of a stage: its attention, steps and, with several ranks, their layout.
 fn describe_stage(stage: &Stage, model: &ModelConfig, ranks: usize) -> String {
     let heads = model.num_attention_heads;
     let attention = match &model.moh {
@@ -236,7 +236,7 @@ fn describe_stage(stage: &Stage, model: &ModelConfig, ranks: usize) -> String {
     }
 }
 
-/// An evaluation with its moment; `heads` are the model's.
+/// Returns an evaluation with its moment; `heads` are the model's.
 fn describe_evaluation(evaluation: &Evaluation, heads: usize) -> String {
     let moment = match &evaluation.moment {
         EvaluationPoint::Loaded => "before training".to_owned(),
@@ -282,7 +282,7 @@ fn describe_calibration(calibration: &StageCalibration) -> String {
     )
 }
 
-/// A step that was not applied.
+/// Returns a step that was not applied.
 fn describe_skipped(step: u64, metrics: &StepMetrics, skipped: &SkippedStep) -> String {
     let [first, last] = skipped.samples;
     format!(
@@ -291,7 +291,7 @@ fn describe_skipped(step: u64, metrics: &StepMetrics, skipped: &SkippedStep) -> 
     )
 }
 
-/// The auxiliary losses of a step that has any, after a comma.
+/// Returns the auxiliary losses of a step that has any, after a comma.
 pub(crate) fn auxiliary_losses(losses: AuxiliaryLosses<Option<f64>>) -> String {
     let of_step = losses.iter().filter_map(|(loss, value)| Some((loss, value?)));
     let shown = of_step.map(|(loss, value)| {
@@ -320,7 +320,7 @@ fn describe(metrics: &StepMetrics) -> String {
     shown
 }
 
-/// The utilization of the device, or its rate if the peak is not known.
+/// Returns the utilization of the device, or its rate if the peak is not known.
 fn describe_rate(speed: &Speed) -> String {
     match speed.mfu {
         Some(mfu) => format!("{:.1}% MFU", 100.0 * mfu),

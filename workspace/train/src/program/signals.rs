@@ -94,7 +94,7 @@ fn receive(requests: &mut Requests, launcher: Launcher, signal: i32, now: Instan
     }
 }
 
-/// Whether this process ignores a signal; `None` where the system does not say so in a file.
+/// Returns whether this process ignores a signal; `None` where the system does not say so in a file.
 #[cfg(unix)]
 fn is_ignored(signal: i32) -> Option<bool> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;

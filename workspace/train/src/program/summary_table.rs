@@ -5,8 +5,8 @@ use moh_checkpoint::run_log::label;
 use moh_files::units::percent;
 use moh_program::table::aligned;
 
-/// The table of a run's losses on all validation sets, with the fraction of the conversion loss that training recovered;
-/// empty without validation.
+/// Returns the table of a run's losses on all validation sets, with the fraction of the conversion loss that training
+/// recovered; empty without validation.
 pub fn table(summary: &Summary) -> String {
     if summary.evaluations.is_empty() {
         return String::new();

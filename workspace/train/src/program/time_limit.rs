@@ -22,7 +22,7 @@ pub(crate) fn parse_time_limit(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Seconds of a time with units, each of which occurs once, the largest first.
+/// Returns the seconds of a time with units, each of which occurs once, the largest first.
 fn with_units(text: &str) -> Option<u64> {
     let mut units = [('d', 24 * 3600), ('h', 3600), ('m', 60), ('s', 1)].into_iter();
     let (mut rest, mut total) = (text, None);
@@ -59,7 +59,7 @@ fn slurm(text: &str) -> Option<u64> {
     })
 }
 
-/// The limit of a run: of `asked`, which counts from `start`, and of a Slurm job the one that ends first.
+/// Returns the limit of a run: of `asked`, which counts from `start`, and of a Slurm job the one that ends first.
 pub(crate) fn time_limit(start: Instant, asked: Option<Duration>) -> Option<TimeLimit> {
     let asked = asked.map(|length| TimeLimit::new(start, length));
     let job = std::env::var(SLURM_END).ok().and_then(|end| job_left(&end, SystemTime::now()));
@@ -70,7 +70,7 @@ pub(crate) fn time_limit(start: Instant, asked: Option<Duration>) -> Option<Time
     }
 }
 
-/// The time that a job with this end has left. `None` for an end that is no time or is past: it is that
+/// Returns the time that a job with this end has left. `None` for an end that is no time or is past: it is that
 /// of another job, whose environment was kept.
 fn job_left(end: &str, now: SystemTime) -> Option<Duration> {
     let end = Duration::from_secs(end.trim().parse().ok()?);

@@ -158,7 +158,7 @@ impl<'a> Session<'a> {
         Ok(Session { arguments, path, device, world, stop, time_limit, processor, say })
     }
 
-    /// Whether this rank writes files and prints.
+    /// Returns whether this rank writes files and prints.
     pub(crate) fn is_first(&self) -> bool {
         self.world.rank() == 0
     }

@@ -118,13 +118,13 @@ fn no_such_step(run: &Path, step: u64, steps: u64) -> Error {
     moh_files::unusable(run, format!("has no step {step}: use 1 to {steps}")).into()
 }
 
-/// The step of the checkpoint from which [`replay`] repeats the run; 0 for the initial model.
+/// Returns the step of the checkpoint from which [`replay`] repeats the run; 0 for the initial model.
 pub fn replay_from(run: &RunDirectory, step: u64) -> Result<u64> {
     let stored = newest_before(run, step)?;
     Ok(stored.map_or(0, |stored| stored.manifest().state.step))
 }
 
-/// The newest checkpoint before a step; its tensors are checked when they are read.
+/// Returns the newest checkpoint before a step; its tensors are checked when they are read.
 fn newest_before(run: &RunDirectory, step: u64) -> Result<Option<StoredCheckpoint>> {
     let found = run.checkpoint_steps()?.into_iter().rfind(|&found| found < step);
     Ok(found.map(|found| run.stored(found)).transpose()?)

@@ -183,7 +183,7 @@ pub(crate) fn adopt_origin(recipe: &mut Recipe, run: &RunDirectory) -> Result<()
     Ok(())
 }
 
-/// The first of the runs that [keeps](RunDirectory::keeps_model) the model of `recipe`.
+/// Returns the first of the runs that [keeps](RunDirectory::keeps_model) the model of `recipe`.
 pub fn first_that_keeps_model<'a>(
     recipe: &Recipe,
     runs: impl IntoIterator<Item = &'a RunDirectory>,

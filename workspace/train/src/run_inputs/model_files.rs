@@ -53,7 +53,7 @@ impl ModelFiles {
         Ok(ModelFiles { files })
     }
 
-    /// The blake3 of each file that the run's results depend on, in hexadecimal.
+    /// Returns the blake3 of each file that the run's results depend on, in hexadecimal.
     pub(super) fn hashes(&self) -> BTreeMap<String, String> {
         let hash = |file: &ModelFile| blake3::hash(&file.bytes).to_hex().to_string();
         let counts = |name: &str| name != CARD_FILE && !is_terms_file(name);
@@ -102,8 +102,8 @@ impl ModelFiles {
         Ok(remarks)
     }
 
-    /// The tokenizer that is the file `name`, and the one that the run keeps; `None` if the file is no tokenizer,
-    /// or the kept one is not the recorded one.
+    /// Returns the tokenizer that is the file `name`, and the one that the run keeps; `None` if the file is no
+    /// tokenizer, or the kept one is not the recorded one.
     fn tokenizers(
         &self,
         name: &str,

@@ -52,7 +52,8 @@ pub(crate) struct FileRecord {
 }
 
 impl Record {
-    /// The record of these token files, of the model's files with these hashes, of its weights and of the teachers.
+    /// Returns the record of these token files, of the model's files with these hashes, of its weights and of the
+    /// teachers.
     pub(crate) fn new(
         token_files: BTreeMap<String, FileRecord>,
         model_files: BTreeMap<String, String>,
@@ -63,7 +64,7 @@ impl Record {
         Record { format: FORMAT, order_version, token_files, model_files, weights, teachers }
     }
 
-    /// The record at `path`; `None` if it is missing, or cannot be used and is not `needed`.
+    /// Returns the record at `path`; `None` if it is missing, or cannot be used and is not `needed`.
     pub(crate) fn of_run(path: &Path, needed: bool) -> Result<Option<Self>> {
         match Self::read(path) {
             Err(error) if needed => Err(error),
@@ -120,7 +121,7 @@ impl Record {
         }
     }
 
-    /// The validation sets, by their keys, that have other content than recorded under the same key.
+    /// Returns the validation sets, by their keys, that have other content than recorded under the same key.
     pub(super) fn changed_sets<'a>(
         &self,
         files: &'a [(String, &TokenFile)],
@@ -198,7 +199,7 @@ impl Record {
     }
 }
 
-/// The error of an input, a file or directory, of other content than `record` has for its key.
+/// Returns the error of an input, a file or directory, of other content than `record` has for its key.
 pub(super) fn input_changed(input: &Path, key: &str, difference: &str, record: &Path) -> Error {
     let reason = format!(
         "{key} is not the file that the run was started with ({difference}), as {} records: put that file back or name \

@@ -56,7 +56,7 @@ pub(super) fn find<B: Backend>(
     Ok(Some(in_order.map_while(|found| found).collect()))
 }
 
-/// A hash of the content of each of the files `found` on the first rank, on all ranks.
+/// Returns a hash of the content of each of the files `found` on the first rank, on all ranks.
 pub(super) fn share_contents<B: Backend>(
     ranks: &mut Ranks<B>,
     found: &[TokenFileState],
@@ -82,9 +82,9 @@ fn exchanged(error: serde_json::Error) -> Error {
 /// Tokens that a rank reads in a round: a fraction of a second at a disk's speed, seconds at a slow network's.
 const ROUND_TOKENS: u64 = 1 << 24;
 
-/// The number of ids up to the largest in `file`, whose own limit is the vocabulary; `None` if `stop` was set on a
-/// rank. `progress` hears the tokens that were read. Fails with the first id outside the vocabulary that the first rank
-/// with one has found, and if another rank has failed.
+/// Returns the number of ids up to the largest in `file`, whose own limit is the vocabulary; `None` if `stop` was set
+/// on a rank. `progress` hears the tokens that were read. Fails with the first id outside the vocabulary that the first
+/// rank with one has found, and if another rank has failed.
 pub(super) fn scan<B: Backend>(
     ranks: &mut Ranks<B>,
     file: &TokenFile,

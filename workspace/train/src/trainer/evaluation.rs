@@ -60,12 +60,12 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(wanted.then(evaluator).transpose()?)
     }
 
-    /// Whether a set is evaluated after this step.
+    /// Returns whether a set is evaluated after this step.
     pub(super) fn is_due(&self, set: &ValidationSet, last: bool) -> bool {
         last || (set.every_steps > 0 && self.state.step.is_multiple_of(set.every_steps))
     }
 
-    /// The losses of the validation sets that are `due`, in the recipe's order; writes their
+    /// Returns the losses of the validation sets that are `due`, in the recipe's order; writes their
     /// routings at this moment of `stage`, which the loaded model does not have. `None`, with nothing written,
     /// if a rank was asked to stop.
     pub(super) fn validate(
@@ -93,7 +93,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(Some(losses))
     }
 
-    /// The loss of one set, and the routing of its tokens, over all ranks; `None` if one of them was asked
+    /// Returns the loss of one set, and the routing of its tokens, over all ranks; `None` if one of them was asked
     /// to stop.
     fn evaluate_set(
         &mut self,
@@ -220,7 +220,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 }
 
-/// The windows of one evaluation of a set.
+/// Returns the windows of one evaluation of a set.
 fn windows(recipe: &Recipe, set: &ValidationSet) -> u64 {
     let sequences = recipe.stages.first().map_or(1, |stage| stage.micro_batch);
     (set.batches as u64).saturating_mul(sequences as u64)

@@ -158,7 +158,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(Progress::Done)
     }
 
-    /// The outcome of a run that was asked to stop. Before the first step there is no checkpoint.
+    /// Returns the outcome of a run that was asked to stop. Before the first step there is no checkpoint.
     fn stopped(&self) -> Outcome {
         match self.state.step {
             0 => Outcome::StoppedBeforeTraining,

@@ -76,7 +76,7 @@ impl<T: Element, M: Element> Saving<T, M> {
 }
 
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
-    /// The exchange of all ranks at the end of a step, which also follows the checkpoint in flight.
+    /// Returns the exchange of all ranks at the end of a step, which also follows the checkpoint in flight.
     pub(super) fn agree_after_step(&mut self) -> Result<Agreed> {
         let due = self.saving.clock.step_ends(Instant::now());
         let agreed = self.exchange(Duration::ZERO, due)?;
@@ -184,7 +184,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         }
     }
 
-    /// A clause that says which checkpoint is the newest complete one.
+    /// Returns a clause that says which checkpoint is the newest complete one.
     pub(super) fn last_good(&self) -> String {
         match self.saving.last_good {
             Some(step) => format!("the last good checkpoint is of step {step}"),
@@ -192,7 +192,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         }
     }
 
-    /// Whether the newest complete checkpoint is of the last step, or there is no step yet.
+    /// Returns whether the newest complete checkpoint is of the last step, or there is no step yet.
     pub(super) fn is_saved(&self) -> bool {
         self.saving.last_good.unwrap_or(0) == self.state.step
     }

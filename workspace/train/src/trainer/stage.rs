@@ -188,8 +188,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         }
     }
 
-    /// The error of a run whose guard has refused as many steps in a row as the recipe's patience, the last one for
-    /// this reason. The checkpoint in flight is complete then.
+    /// Returns the error of a run whose guard has refused as many steps in a row as the recipe's patience, the last one
+    /// for this reason. The checkpoint in flight is complete then.
     fn diverged(&mut self, reason: SkipReason) -> Result<Error> {
         self.wait_for_checkpoint()?;
         self.warn_of_failure("when the run resumes");
@@ -208,7 +208,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(moh_files::unusable(root, message).into())
     }
 
-    /// The losses of the validation sets that are due after the step; `None` if a rank was asked to stop.
+    /// Returns the losses of the validation sets that are due after the step; `None` if a rank was asked to stop.
     fn validate_after(
         &mut self,
         work: &mut Work<'_, B, T, G>,
@@ -277,7 +277,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(Progress::Done)
     }
 
-    /// The result of a calibration; `None` if a rank was asked to stop, or if the time limit ends.
+    /// Returns the result of a calibration; `None` if a rank was asked to stop, or if the time limit ends.
     fn calibrate(
         &mut self,
         measurement: &StageMeasurement<'_>,

@@ -156,8 +156,8 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     Ok(Some(loaded(state, model, optimizer)))
 }
 
-/// The initial model of a run, or a part of it, and the optimiser's state in its shard; of another run's weights, which the
-/// data ranks gather, the shard alone.
+/// Returns the initial model of a run, or a part of it, and the optimiser's state in its shard; of another run's
+/// weights, which the data ranks gather, the shard alone.
 pub(crate) fn initial_model<B: Backend + Clone, T: Element, M: Element>(
     backend: B,
     config: ModelConfig,
@@ -262,8 +262,8 @@ fn open_writers(
     Ok((writer, board, RoutingWriter::append_to(&run.routing())))
 }
 
-/// The attention of the model in a checkpoint of the run, or of the initial model: the current stage's, or, before
-/// the stage's first step, the previous stage's. The heads of a calibration are not in the recipe.
+/// Returns the attention of the model in a checkpoint of the run, or of the initial model: the current stage's, or,
+/// before the stage's first step, the previous stage's. The heads of a calibration are not in the recipe.
 pub(crate) fn attention_before(
     run: &RunDirectory,
     source: &ModelSource,

@@ -26,13 +26,13 @@ pub(super) struct StopChecks {
 }
 
 impl StopChecks {
-    /// The exchanges of ranks that form pipelines of so many stages.
+    /// Returns the exchanges of ranks that form pipelines of so many stages.
     pub(super) fn new(stages: usize) -> Self {
         let fewest = (stages.saturating_sub(1) as u64 * ROUNDS_PER_STAGE).max(1);
         StopChecks { fewest, rounds: 0, left: 0, last: Instant::now() }
     }
 
-    /// Whether the ranks go on with the next round of batches; all of them get the same answer. Where there
+    /// Returns whether the ranks go on with the next round of batches; all of them get the same answer. Where there
     /// is one rank, it is asked before each round.
     pub(super) fn go_on<B: Backend>(
         &mut self,
@@ -52,7 +52,7 @@ impl StopChecks {
     }
 }
 
-/// The rounds until the next exchange, after so many that took so long: at most twice as many, as the first
+/// Returns the rounds until the next exchange, after so many that took so long: at most twice as many, as the first
 /// ones may be unusually short.
 fn next(rounds: u64, fewest: u64, seconds: f64) -> u64 {
     let fitting = rounds as f64 * EVERY.as_secs_f64() / seconds.max(1e-9);

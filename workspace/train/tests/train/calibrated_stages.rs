@@ -63,7 +63,7 @@ const BF16: &str = "run.dtype=bf16";
 /// Every checkpoint stays.
 const KEEP: &str = "checkpoint.keep=9";
 
-/// A finished run of the first stage alone, which is dense.
+/// Returns a finished run of the first stage alone, which is dense.
 fn dense_run(place: &TestRun) -> RunDirectory {
     let mut recipe = place.recipe_in("parent", &[]);
     recipe.stages.truncate(1);
@@ -114,7 +114,7 @@ fn expected(recipe: &Recipe, shared: SharedChoice) -> (Calibration, Vec<Vec<f32>
     (found.unwrap(), layers.0)
 }
 
-/// A tensor of each layer of the export, in order.
+/// Returns a tensor of each layer of the export, in order.
 fn exported(recipe: &Recipe, name: &str) -> Vec<Vec<f32>> {
     let bytes = fs::read(run_of(recipe).export().join("model.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -130,7 +130,7 @@ fn config_of(recipe: &Recipe) -> ConfigFile {
     ConfigFile::read(&run_of(recipe).export()).unwrap()
 }
 
-/// The heads that the calibration of a run has chosen in each layer.
+/// Returns the heads that the calibration of a run has chosen in each layer.
 fn chosen(recipe: &Recipe) -> Vec<(Vec<usize>, usize)> {
     let layers = summary_of(recipe).calibrations.remove(0).layers;
     layers.into_iter().map(|layer| (layer.shared_heads, layer.routed_top_k)).collect()

@@ -9,7 +9,7 @@ use std::process::Command;
 use crate::PROGRAM;
 use moh_testkit::programs::{exits, failure, flip, names, program, success, trainable, two_stages};
 
-/// A directory with a finished run of six steps with a checkpoint after each.
+/// Returns a directory with a finished run of six steps with a checkpoint after each.
 fn finished() -> tempfile::TempDir {
     let checkpoint = "[checkpoint]\nevery_steps = 1\nkeep = 9";
     let dir = trainable(&format!("{}{checkpoint}", two_stages([128, 64], 32)));
@@ -29,7 +29,7 @@ fn damage(dir: &Path, step: u64) {
     flip(&dir.join(path), |length| length / 2);
 }
 
-/// The lines of the list without its head, in words.
+/// Returns the lines of the list without its head, in words.
 fn rows(dir: &Path) -> Vec<Vec<String>> {
     let text = success(&mut checkpoints(dir, &[]));
     assert!(text.lines().next().unwrap().trim_start().starts_with("step"), "{text}");

@@ -33,7 +33,7 @@ fn needed(recipe: &Recipe) -> (u64, u64) {
     }
 }
 
-/// Bytes of the checkpoints and of the export.
+/// Returns the bytes of the checkpoints and of the export.
 fn written(recipe: &Recipe) -> u64 {
     let run = run_of(recipe);
     [run.checkpoints(), run.export()].iter().map(|path| bytes(path)).sum()

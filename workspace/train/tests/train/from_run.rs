@@ -15,7 +15,7 @@ use moh_train::Outcome;
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 
-/// A recipe that starts from `from`, in the directory `next`, with these overrides.
+/// Returns a recipe that starts from `from`, in the directory `next`, with these overrides.
 fn next(place: &TestRun, from: &str, overrides: &[&str]) -> Recipe {
     let from = format!("{}{from}", place.path("run").display());
     place.recipe_from(from, "next", &[&["checkpoint.keep=9"], overrides].concat())

@@ -14,7 +14,7 @@ use moh_train::{Error, Event, RunOptions};
 use serde_json::{Value, json};
 use std::sync::atomic::AtomicBool;
 
-/// The steps of the whole run that were not applied, with the reasons.
+/// Returns the steps of the whole run that were not applied, with the reasons.
 fn skipped(metrics: &[Value]) -> Vec<(usize, &Value)> {
     let lines = metrics.iter().enumerate();
     lines.filter_map(|(at, line)| Some((at + 1, line.get("skipped")?))).collect()
@@ -62,7 +62,7 @@ fn a_stopped_run_with_bad_steps_continues_to_the_same_end() {
     assert!(finish_in_parts(&place.recipe(&[]), 1..10) == reference);
 }
 
-/// The message of a run that two steps in a row up to `step` have ended.
+/// Returns the message of a run that two steps in a row up to `step` have ended.
 fn diverged(recipe: &Recipe, step: u64, last_good: &str) -> String {
     let root = recipe.run.dir.display();
     format!(

@@ -171,7 +171,7 @@ fn several_sources_continue_only_in_the_recorded_order() {
     }
 }
 
-/// A recipe whose token file has the id 63 at `position` of 3,000 tokens, and no record of its vocabulary.
+/// Returns a recipe whose token file has the id 63 at `position` of 3,000 tokens, and no record of its vocabulary.
 fn without_proof(place: &TestRun, position: usize, vocabulary: usize) -> Recipe {
     let prefix = place.path("late");
     let mut writer = TokenFileWriter::create(&prefix, 64).unwrap();
@@ -229,7 +229,8 @@ fn a_stop_while_ids_are_read_ends_the_run_and_the_next_one_reads_them() {
     assert_eq!(heard(&recipe, |event| is_check(event).then_some(())).len(), 2);
 }
 
-/// A model in `place`, of a finished run, without its Mixture-of-Head attention, and a recipe that starts from it.
+/// Returns a model in `place`, of a finished run, without its Mixture-of-Head attention, and a recipe that starts from
+/// it.
 fn dense_model(place: &TestRun) -> (PathBuf, Recipe) {
     let mut recipe = place.recipe_in("earlier", &[]);
     recipe.stages.truncate(1);
@@ -293,7 +294,7 @@ fn a_changed_file_of_the_kept_model_is_named() {
     refuses(&recipe, &kept.display().to_string());
 }
 
-/// A small tokenizer in a directory of `place`, its file after a change, and a recipe of one stage for a new
+/// Returns a small tokenizer in a directory of `place`, its file after a change, and a recipe of one stage for a new
 /// model with it.
 fn with_tokenizer(
     place: &TestRun,

@@ -13,7 +13,7 @@ const SETS: &str = "data.validation=[{name = \"held-out\", path = \"HERE/held-ou
                     every_steps = 3}, {name = \"code\", path = \"HERE/code\", batches = 9, \
                     every_steps = 4}]";
 
-/// A recipe with two validation sets and norms at every second step.
+/// Returns a recipe with two validation sets and norms at every second step.
 fn recipe(place: &TestRun, name: &str, overrides: &[&str]) -> Recipe {
     let here = place.dir.path();
     if !here.join("code.idx").exists() {

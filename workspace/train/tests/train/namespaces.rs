@@ -84,7 +84,7 @@ impl Hosts {
         command
     }
 
-    /// Bytes that the first host has received over the cable.
+    /// Returns the bytes that the first host has received over the cable.
     fn received(&self) -> u64 {
         let path = "/sys/class/net/eth0/statistics/rx_bytes";
         run(&format!("ip netns exec {} cat {path}", self.names[0])).unwrap().parse().unwrap()

@@ -22,7 +22,7 @@ fn ranks(count: usize, overrides: &[&str]) -> Vec<String> {
     words
 }
 
-/// The error of a job that fails before it has a run directory.
+/// Returns the error of a job that fails before it has a run directory.
 fn refused(dir: &Path, words: &[String]) -> String {
     let done = mpirun(dir, words).output().unwrap();
     assert!(!done.status.success() && !dir.join("run").exists());
@@ -147,7 +147,7 @@ fn a_job_that_mpirun_is_asked_to_stop_ends_with_a_checkpoint() {
     assert_eq!(losses(&dir.path().join("run")).len(), 80);
 }
 
-/// A job of two ranks, one of which hangs during training; returns the job's output.
+/// Returns a job of two ranks, one of which hangs during training; returns the job's output.
 fn hangs(rank: usize) -> String {
     let dir = prepared();
     let mut words = ranks(2, &[]);

@@ -213,7 +213,7 @@ fn metrics_that_begin_in_a_later_stage_keep_their_steps_when_an_earlier_one_has_
     assert_eq!(steps, [2, 3, 4, 5]);
 }
 
-/// The recipe with a third stage, like the first but for its name, and with these overrides.
+/// Returns the recipe with a third stage, like the first but for its name, and with these overrides.
 fn with_third_stage(place: &TestRun, overrides: &[&str]) -> Recipe {
     let mut recipe = place.recipe(overrides);
     let mut stage = recipe.stages[0].clone();

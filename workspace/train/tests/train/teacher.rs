@@ -43,7 +43,7 @@ impl Trained {
         self.run.export().display().to_string()
     }
 
-    /// A recipe in its place that starts from the export and learns in the stage `taught` from `teacher`.
+    /// Returns a recipe in its place that starts from the export and learns in the stage `taught` from `teacher`.
     fn recipe(&self, name: &str, taught: &str, teacher: &str, changes: &[&str]) -> Recipe {
         let changes = [&MICRO_BATCHES[..], &[LAYERS], changes].concat();
         let mut recipe = self.place.recipe_from(self.export(), name, &changes);
@@ -54,7 +54,7 @@ impl Trained {
         recipe
     }
 
-    /// A directory with the export after a change.
+    /// Returns a directory with the export after a change.
     fn changed(&self, name: &str, change: impl Fn(&Path)) -> String {
         let directory = self.place.path(name);
         copy_all(&self.run.export(), &directory);
@@ -63,7 +63,7 @@ impl Trained {
     }
 }
 
-/// A loss of each step that has it.
+/// Returns a loss of each step that has it.
 fn losses(results: &Results, name: &str) -> Vec<f64> {
     results.metrics.iter().filter_map(|line| line.get(name)?.as_f64()).collect()
 }

@@ -54,7 +54,7 @@ impl Node {
     }
 }
 
-/// The step of a timeline, every span in the one that it lies in; spans that overlap fail.
+/// Returns the step of a timeline, every span in the one that it lies in; spans that overlap fail.
 fn read(path: &Path, rank: u64) -> Node {
     let events: Vec<Value> = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
     assert_eq!(events[0]["args"]["name"], format!("rank {rank}"));

@@ -67,7 +67,7 @@ impl Key {
         }
     }
 
-    /// The operands for which cuBLASLt chooses algorithms.
+    /// Returns the operands for which cuBLASLt chooses algorithms.
     fn chosen_for(&self) -> [Operand; 3] {
         let [out, left, right] = self.operands;
         let few = |operand: Operand| Operand { rows: FEW_ROWS, ..operand };
@@ -78,7 +78,7 @@ impl Key {
     }
 }
 
-/// The largest alignment of the plans' keys that all addresses have, in bytes.
+/// Returns the largest alignment of the plans' keys that all addresses have, in bytes.
 fn alignment(addresses: impl Iterator<Item = u64>) -> u32 {
     let bits = addresses.fold(0, |bits, address| bits | address);
     let has = |alignment: &u32| bits.is_multiple_of(u64::from(*alignment));

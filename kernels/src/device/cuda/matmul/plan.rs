@@ -123,7 +123,7 @@ impl Plan {
     }
 }
 
-/// The operand's memory as a column-major matrix.
+/// Returns the operand's memory as a column-major matrix.
 fn layout(operand: &Operand) -> Result<sys::cublasLtMatrixLayout_t, CublasError> {
     let dtype = match operand.dtype {
         DType::F32 => sys::cudaDataType_t::CUDA_R_32F,

@@ -24,7 +24,7 @@ struct Saved<'a, T> {
     d_out: &'a [T],
 }
 
-/// The backward pass with the vector instructions of `arch`.
+/// Returns the backward pass with the vector instructions of `arch`.
 pub(super) fn backward<T: Element>(
     arch: Arch,
     backward: AttentionBackward<'_, Cpu, T>,
@@ -62,7 +62,7 @@ struct Gradients<'a, T> {
 }
 
 impl<T: Element> Gradients<'_, T> {
-    /// The gradient of one head, or key/value head, of a token: elements `column..column + len`.
+    /// Returns the gradient of one head, or key/value head, of a token: elements `column..column + len`.
     #[allow(clippy::mut_from_ref)]
     fn head(&self, token: usize, column: usize, len: usize) -> &mut [T] {
         // SAFETY: a task accesses the columns of its own key/value head and of its own query heads,
@@ -104,7 +104,7 @@ impl<T: Element> Gradients<'_, T> {
     }
 }
 
-/// Columns of a row of gradients.
+/// Returns the columns of a row of gradients.
 fn width(head_dim: usize, lanes: usize) -> usize {
     if head_dim <= NARROW { NARROW } else { head_dim.next_multiple_of(lanes / 2) }
 }

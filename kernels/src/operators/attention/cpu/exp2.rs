@@ -41,7 +41,7 @@ pub(super) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
 mod avx512 {
     use std::arch::x86_64::*;
 
-    /// The same with two thirds of the instructions: AVX-512 has one that rounds and one that
+    /// Returns the same with two thirds of the instructions: AVX-512 has one that rounds and one that
     /// multiplies by a power of 2.
     #[inline]
     #[target_feature(enable = "avx512f")]

@@ -13,10 +13,10 @@ pub(super) const NARROW: usize = 8;
 pub(super) trait Factor: Pod {
     const TERMS: usize;
 
-    /// Whether the machine can multiply elements of this type as these factors.
+    /// Returns whether the machine can multiply elements of this type as these factors.
     fn multiplies<T: Element>(arch: Arch) -> bool;
 
-    /// The factor of terms `term(0)..term(TERMS - 1)`.
+    /// Returns the factor of terms `term(0)..term(TERMS - 1)`.
     fn of<T: Element>(term: impl Fn(usize) -> T) -> Self;
 
     /// Runs vector code that multiplies these factors.
@@ -26,14 +26,14 @@ pub(super) trait Factor: Pod {
     /// [`dispatch`](Self::dispatch).
     fn multiply_add<S: Simd>(self, simd: S, vector: S::f32s, sum: S::f32s) -> S::f32s;
 
-    /// The same for a vector of [`NARROW`] factors, on a machine with longer vectors.
+    /// Returns the same for a vector of [`NARROW`] factors, on a machine with longer vectors.
     fn multiply_add_narrow(self, vector: [Self; NARROW], sum: [f32; NARROW]) -> [f32; NARROW];
 
     /// Writes the elements of two keys of a block, two vectors each: the block's pair of keys with
     /// index `two`.
     fn store<S: Simd>(simd: S, block: &mut Block<'_, Self>, two: usize, keys: [[S::f32s; 2]; 2]);
 
-    /// The operand of a matmul: the elements themselves, or the factors stored for them.
+    /// Returns the operand of a matmul: the elements themselves, or the factors stored for them.
     fn choose<'a>(elements: &'a [f32], stored: &'a [Self]) -> &'a [Self];
 }
 
@@ -49,13 +49,13 @@ pub(super) struct Block<'a, F> {
 }
 
 impl<F: Factor> Block<'_, F> {
-    /// The block as factors of terms along its keys, `[keys / TERMS, rows]`.
+    /// Returns the block as factors of terms along its keys, `[keys / TERMS, rows]`.
     #[inline(always)]
     pub(super) fn factors_along_keys(&self) -> &[F] {
         F::choose(self.elements, self.along_keys)
     }
 
-    /// The block as factors of terms along its rows, `[keys, rows / TERMS]`.
+    /// Returns the block as factors of terms along its rows, `[keys, rows / TERMS]`.
     #[inline(always)]
     pub(super) fn factors_along_rows(&self) -> &[F] {
         F::choose(self.elements, self.along_rows)

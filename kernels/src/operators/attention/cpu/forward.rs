@@ -16,7 +16,7 @@ use crate::disjoint::DisjointColumns;
 use crate::scratch::with_scratch;
 use crate::{Cpu, Element, Result};
 
-/// The forward pass with the vector instructions of `arch`.
+/// Returns the forward pass with the vector instructions of `arch`.
 pub(super) fn forward<T: Element>(arch: Arch, forward: AttentionForward<'_, Cpu, T>) -> Result<()> {
     with_factors!(F, T, arch, forward_by::<T, F>(arch, forward))
 }
@@ -63,7 +63,7 @@ impl<'a, T: Element> Outputs<'a, T> {
         }
     }
 
-    /// A row's output and log-sum-exp.
+    /// Returns a row's output and log-sum-exp.
     #[allow(clippy::mut_from_ref)]
     pub(super) fn row(&self, row: Row, head_dim: usize) -> (&mut [T], &mut f32) {
         let columns = row.head * head_dim..(row.head + 1) * head_dim;

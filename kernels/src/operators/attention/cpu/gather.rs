@@ -94,7 +94,7 @@ pub(super) fn scatter_columns<'a, T: Element>(
     });
 }
 
-/// The rows of a tile in a buffer with `stride` elements per token.
+/// Returns the rows of a tile in a buffer with `stride` elements per token.
 pub(super) fn tile_rows<'a, T>(
     source: &'a [T],
     stride: usize,
@@ -165,7 +165,7 @@ impl<'a, T: Element> HeadRows<'a, T> {
         }
     }
 
-    /// The rows of a range of positions, in runs of rows that are equally far apart.
+    /// Returns the rows of a range of positions, in runs of rows that are equally far apart.
     #[inline(always)]
     pub(super) fn runs(&self, positions: Range<usize>) -> impl Iterator<Item = Run<'a, T>> {
         let (source, head_dim) = (*self, self.shape.head_dim);

@@ -40,7 +40,7 @@ impl WithSimd for NumLanes {
     }
 }
 
-/// Rows of a gathered key/value head, in whole factors: the last block may extend beyond the last key.
+/// Returns the rows of a gathered key/value head, in whole factors: the last block may extend beyond the last key.
 pub(super) fn padded_rows<F: Factor>(keys: usize) -> usize {
     (keys + ROWS).next_multiple_of(F::TERMS)
 }
@@ -99,26 +99,26 @@ fn tile_vectors<S: Simd>(lanes: &[f32; MAX_ROWS]) -> [S::f32s; 2] {
     [vectors[0], vectors[1]]
 }
 
-/// The vectors of two keys of a block.
+/// Returns the vectors of two keys of a block.
 #[inline(always)]
 fn keys<S: Simd>(block: &[f32], two: usize) -> [[S::f32s; 2]; 2] {
     let vectors = &as_vectors::<S>(block)[4 * two..][..4];
     [[vectors[0], vectors[1]], [vectors[2], vectors[3]]]
 }
 
-/// A slice as whole vectors.
+/// Returns a slice as whole vectors.
 #[inline(always)]
 fn as_vectors<S: Simd>(x: &[f32]) -> &[S::f32s] {
     S::as_simd_f32s(x).0
 }
 
-/// A slice as whole vectors.
+/// Returns a slice as whole vectors.
 #[inline(always)]
 fn as_vectors_mut<S: Simd>(x: &mut [f32]) -> &mut [S::f32s] {
     S::as_mut_simd_f32s(x).0
 }
 
-/// A score's exponent of 2, relative to `offset`.
+/// Returns a score's exponent of 2, relative to `offset`.
 #[inline(always)]
 fn exponent<S: Simd>(simd: S, score: S::f32s, scale: S::f32s, offset: S::f32s) -> S::f32s {
     simd.sub_f32s(simd.mul_f32s(score, scale), offset)

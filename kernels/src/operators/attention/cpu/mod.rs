@@ -88,7 +88,7 @@ macro_rules! with_factors {
 }
 use with_factors;
 
-/// Bytes of scratch of a thread that computes attention, including its gradients if `training`.
+/// Returns the bytes of scratch of a thread that computes attention, including its gradients if `training`.
 pub(crate) fn scratch_bytes<T: Element>(shape: &AttentionShape, training: bool) -> usize {
     let arch = Arch::new();
     with_factors!(F, T, arch, {
@@ -101,7 +101,7 @@ pub(crate) fn scratch_bytes<T: Element>(shape: &AttentionShape, training: bool) 
     })
 }
 
-/// Scratch as factors, which have the size of its elements.
+/// Returns the scratch as factors, which have the size of its elements.
 fn as_factors<F: Factor>(scratch: &mut [f32]) -> &mut [F] {
     bytemuck::cast_slice_mut(scratch)
 }

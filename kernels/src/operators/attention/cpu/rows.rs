@@ -23,7 +23,7 @@ impl AttentionArgs<'_, Cpu> {
         self.selection.and_then(|selection| selection.weights)
     }
 
-    /// Whether outputs are multiplied by weights.
+    /// Returns whether outputs are multiplied by weights.
     pub(super) fn is_weighted(&self) -> bool {
         self.weights().is_some()
     }
@@ -64,7 +64,7 @@ impl AttentionArgs<'_, Cpu> {
         }
     }
 
-    /// Whether the row's token computes its head.
+    /// Returns whether the row's token computes its head.
     #[inline]
     fn is_selected(&self, row: Row) -> bool {
         let Some(selection) = &self.selection else { return true };
@@ -77,7 +77,7 @@ impl AttentionArgs<'_, Cpu> {
         }
     }
 
-    /// Keys that the row's token sees.
+    /// Returns the keys that the row's token sees.
     pub(super) fn visible(&self, row: Row) -> Range<usize> {
         let first = self.document_start.map_or(0, |starts| starts[row.token] as usize);
         let end =
@@ -85,7 +85,7 @@ impl AttentionArgs<'_, Cpu> {
         first.min(end)..end
     }
 
-    /// Keys that some row of the tile sees; `document_start` and the causal bound never decrease.
+    /// Returns the keys that some row of the tile sees; `document_start` and the causal bound never decrease.
     pub(super) fn tile_keys(&self, tile: &[Row]) -> Range<usize> {
         match (tile.first(), tile.last()) {
             (Some(&first), Some(&last)) => self.visible(first).start..self.visible(last).end,
@@ -97,13 +97,13 @@ impl AttentionArgs<'_, Cpu> {
         self.weights().map_or(1.0, |weights| weights[row.token * self.shape.heads + row.head])
     }
 
-    /// The scale of scores whose exponentials are computed as powers of 2.
+    /// Returns the scale of scores whose exponentials are computed as powers of 2.
     pub(super) fn base2_scale(&self) -> f32 {
         self.scale() * std::f32::consts::LOG2_E
     }
 }
 
-/// The number of blocks that a block table's entries refer to.
+/// Returns the number of blocks that a block table's entries refer to.
 pub(super) fn blocks<T: Element>(key_values: KeyValues<'_, Cpu, T>) -> Option<usize> {
     let KeyValues::Paged { block_table, .. } = key_values else { return None };
     Some(block_table.iter().max().map_or(0, |&block| block as usize + 1))

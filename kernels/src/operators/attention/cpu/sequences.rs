@@ -11,7 +11,7 @@ use crate::attention::sequences::{args_of, blocks_of};
 use crate::attention::{AttentionArgs, KeyValues, SequenceAttention};
 use crate::{Cpu, Element, Result};
 
-/// The forward pass with the vector instructions of `arch`.
+/// Returns the forward pass with the vector instructions of `arch`.
 pub(super) fn forward<T: Element>(arch: Arch, args: SequenceAttention<'_, Cpu, T>) -> Result<()> {
     with_factors!(F, T, arch, forward_by::<T, F>(arch, args))
 }

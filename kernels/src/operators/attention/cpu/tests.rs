@@ -17,7 +17,7 @@ const TOLERANCE: f64 = 2e-6;
 /// rounded before matmuls.
 const BF16_TOLERANCE: f64 = 2e-3;
 
-/// Elements between -1 and 1.
+/// Returns the elements between -1 and 1.
 fn elements<T: Element>(len: usize) -> Vec<T> {
     (0..len as u32)
         .map(|i| T::from_f32((i.wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0))

@@ -55,7 +55,7 @@ impl Head {
     }
 }
 
-/// The blocks of a range of keys. Their lengths are multiples of [`ROWS`], and the first starts at
+/// Returns the blocks of a range of keys. Their lengths are multiples of [`ROWS`], and the first starts at
 /// an even key, so that both keys of a pair are in the same block.
 fn blocks(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = keys.end;

@@ -13,7 +13,7 @@ const SPLIT: usize = 512;
 const WIDTHS: [usize; 3] = [64, 128, 256];
 const WARPS: usize = THREADS / 32;
 
-/// Bytes of the partial results of `count` tokens.
+/// Returns the bytes of the partial results of `count` tokens.
 fn scratch_bytes(count: usize, heads: usize, head_dim: usize, splits: usize) -> usize {
     if splits > 1 { count * heads * splits * (head_dim + 2) * size_of::<f32>() } else { 0 }
 }

@@ -46,7 +46,7 @@ fn backward_shared_bytes(width: usize) -> usize {
         + 6 * 4
 }
 
-/// Whether these kernels support the problem: a Hopper GPU, bf16, a head_dim of 64 or 128, contiguous
+/// Returns whether these kernels support the problem: a Hopper GPU, bf16, a head_dim of 64 or 128, contiguous
 /// keys, rows that start at multiples of 16 bytes, and indices into a sequence that fit 32 bits.
 pub(super) fn supports<T: Element>(pass: Pass<'_, '_>) -> bool {
     let Pass { cuda, args, at } = pass;
@@ -138,7 +138,7 @@ pub(super) fn backward(pass: Pass<'_, '_>, scratch: u64) -> Result<()> {
     backward_by(sequences_at_once(&pass.args.shape), pass, scratch)
 }
 
-/// The backward pass, with `sequences` sequences at a time.
+/// Returns the backward pass, with `sequences` sequences at a time.
 fn backward_by(sequences: usize, pass: Pass<'_, '_>, scratch: u64) -> Result<()> {
     let Pass { cuda, args, .. } = pass;
     let shape = &args.shape;
@@ -170,7 +170,7 @@ mod tests {
     use crate::workspace::gpu::attention::hopper_backward_bytes;
     use crate::{Memory, QkvShape};
 
-    /// Elements of both signs, different everywhere.
+    /// Returns the elements of both signs, different everywhere.
     fn elements(count: usize, factor: f32) -> Vec<bf16> {
         (0..count).map(|at| bf16::from_f32((at as f32 * factor).sin())).collect()
     }

@@ -64,7 +64,7 @@ impl Addresses {
         }
     }
 
-    /// The addresses in a buffer with the queries, keys and values of each token in one row.
+    /// Returns the addresses in a buffer with the queries, keys and values of each token in one row.
     fn of_qkv<T: Element>(shape: &AttentionShape, qkv: u64) -> Self {
         let at = |heads: usize| qkv + (heads * shape.head_dim * size_of::<T>()) as u64;
         Addresses {
@@ -76,7 +76,7 @@ impl Addresses {
         }
     }
 
-    /// Whether all rows of bf16 start at multiples of `count` elements.
+    /// Returns whether all rows of bf16 start at multiples of `count` elements.
     fn are_multiples_of(&self, shape: &AttentionShape, count: usize) -> bool {
         let strides = [shape.head_dim, shape.query_stride, self.key_stride];
         let starts = [self.q, self.k, self.v, self.out, self.d_out, self.d_qkv];
@@ -84,19 +84,19 @@ impl Addresses {
             && starts.iter().all(|at| at.is_multiple_of(2 * count as u64))
     }
 
-    /// Whether offsets of queries, keys and values within a sequence fit 32 bits.
+    /// Returns whether offsets of queries, keys and values within a sequence fit 32 bits.
     fn fit_32_bits(&self, shape: &AttentionShape) -> bool {
         fits_32_bits(shape, self.key_stride)
     }
 }
 
 impl<'a> AttentionArgs<'a, Cuda> {
-    /// Local heads before the routed ones.
+    /// Returns the local heads before the routed ones.
     fn shared_heads(&self) -> usize {
         self.selection.map_or(self.shape.heads, |selection| selection.shared_heads)
     }
 
-    /// The routed heads that each token selected; `None` if every token computes every head.
+    /// Returns the routed heads that each token selected; `None` if every token computes every head.
     fn routed_mask(&self) -> Option<CudaView<'a, u8>> {
         self.selection.map(|selection| selection.routed).filter(|mask| mask.len > 0)
     }
@@ -105,7 +105,7 @@ impl<'a> AttentionArgs<'a, Cuda> {
         self.selection.and_then(|selection| selection.weights)
     }
 
-    /// Whether some rows may not be selected.
+    /// Returns whether some rows may not be selected.
     fn is_routed(&self) -> bool {
         self.routed_mask().is_some()
     }
@@ -116,7 +116,7 @@ impl<'a> AttentionArgs<'a, Cuda> {
     }
 }
 
-/// The most scratch of the backward pass over aligned rows of `T`, including a delta that the
+/// Returns the most scratch of the backward pass over aligned rows of `T`, including a delta that the
 /// caller does not request.
 pub(crate) fn backward_scratch_bytes<T: Element>(
     cuda: &Cuda,

@@ -52,7 +52,7 @@ impl Parameters {
         }
     }
 
-    /// The parameters of `count` sequences from index `first`; keys are contiguous.
+    /// Returns the parameters of `count` sequences from index `first`; keys are contiguous.
     pub(super) fn of_sequences(&self, first: usize, count: usize) -> Self {
         let first = first as u64;
         let tokens = first * u64::from(self.query_length);

@@ -26,14 +26,14 @@ impl AttentionPath {
     /// The paths in order: the GPU stores their indices.
     const ALL: [Self; 3] = [Self::Hopper, Self::Tiled, Self::Plain];
 
-    /// The first path to try, from the environment variable `MOH_ATTENTION`.
+    /// Returns the first path to try, from the environment variable `MOH_ATTENTION`.
     #[cfg(feature = "cuda")]
     pub(crate) fn from_environment() -> Result<Self> {
         let name = std::env::var_os("MOH_ATTENTION");
         name.map_or(Ok(Self::Hopper), |name| Self::named(&name.to_string_lossy()))
     }
 
-    /// The path of this name, a value of the variable.
+    /// Returns the path of this name, a value of the variable.
     #[cfg(any(feature = "cuda", test))]
     fn named(name: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|path| path.name() == name).ok_or_else(|| {
@@ -42,7 +42,7 @@ impl AttentionPath {
         })
     }
 
-    /// The path's name, as a value of the variable.
+    /// Returns the path's name, as a value of the variable.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Hopper => "hopper",
@@ -51,7 +51,7 @@ impl AttentionPath {
         }
     }
 
-    /// The first path that supports the problem, starting with the GPU's first path to try.
+    /// Returns the first path that supports the problem, starting with the GPU's first path to try.
     pub(super) fn choose<T: Element>(pass: Pass<'_, '_>) -> Self {
         let supports = |path: &Self| match path {
             Self::Hopper => hopper::supports::<T>(pass),
@@ -67,7 +67,7 @@ impl AttentionPath {
         *locked(&cuda.last_path) = Some(self as usize);
     }
 
-    /// The scratch that the backward pass needs on this path.
+    /// Returns the scratch that the backward pass needs on this path.
     pub(super) fn backward_scratch_bytes(self, shape: &AttentionShape, routed: bool) -> usize {
         match self {
             Self::Hopper => hopper_backward_bytes(shape, routed),
@@ -85,12 +85,12 @@ impl Cuda {
         self
     }
 
-    /// Whether this GPU supports the kernels of a path.
+    /// Returns whether this GPU supports the kernels of a path.
     pub fn has_attention(&self, path: AttentionPath) -> bool {
         path != AttentionPath::Hopper || self.device().runs_hopper()
     }
 
-    /// The path of the last attention, forward or backward; `None` before the first.
+    /// Returns the path of the last attention, forward or backward; `None` before the first.
     pub fn attention_path(&self) -> Option<AttentionPath> {
         locked(&self.last_path).map(|path| AttentionPath::ALL[path])
     }

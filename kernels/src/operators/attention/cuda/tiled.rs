@@ -57,12 +57,12 @@ impl Tiling {
     }
 }
 
-/// The width that heads of `head_dim` elements are padded to.
+/// Returns the width that heads of `head_dim` elements are padded to.
 fn width(head_dim: usize) -> Option<usize> {
     WIDTHS.into_iter().find(|&width| head_dim <= width)
 }
 
-/// Whether these kernels support the problem: bf16, an even head_dim of at most 128, pairs of elements
+/// Returns whether these kernels support the problem: bf16, an even head_dim of at most 128, pairs of elements
 /// that start at whole words, and indices into a sequence that fit 32 bits.
 pub(super) fn supports<T: Element>(pass: Pass<'_, '_>) -> bool {
     let Pass { cuda, args, at } = pass;
@@ -74,14 +74,14 @@ pub(super) fn supports<T: Element>(pass: Pass<'_, '_>) -> bool {
         && dkdv(cuda, width).is_some()
 }
 
-/// The kernel for the gradients of keys and values on this GPU; `None` if a block has too little
+/// Returns the kernel for the gradients of keys and values on this GPU; `None` if a block has too little
 /// shared memory. No other kernel of this path requires more.
 fn dkdv(cuda: &Cuda, width: usize) -> Option<&'static Tiling> {
     let tilings: &[Tiling] = if width == 128 { &[DKDV, SMALL_DKDV] } else { &[DKDV] };
     tilings.iter().find(|tiling| tiling.shared_bytes(width) <= cuda.most_shared_bytes)
 }
 
-/// The width of a problem that these kernels support, checked by `supports`.
+/// Returns the width of a problem that these kernels support, checked by `supports`.
 fn width_of(packed: &Packed<'_, '_>) -> usize {
     // `supports` has checked that there is one.
     width(packed.pass.args.shape.head_dim).unwrap_or(WIDTHS[3])

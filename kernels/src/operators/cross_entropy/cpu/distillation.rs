@@ -66,7 +66,7 @@ struct TokenSums {
     difference: f64,
 }
 
-/// Columns of the table that `ranks` ranks sum: the four sums of each, and the target's logit.
+/// Returns the columns of the table that `ranks` ranks sum: the four sums of each, and the target's logit.
 pub(super) fn columns(ranks: usize) -> usize {
     4 * ranks + 1
 }
@@ -85,13 +85,13 @@ pub(super) struct Distillation<'a> {
     target_scale: f32,
 }
 
-/// Elements of the statistics of a token with this many local rows of the vocabulary.
+/// Returns the elements of the statistics of a token with this many local rows of the vocabulary.
 fn statistics_len(rows: usize) -> usize {
     SUMS * rows.div_ceil(BLOCK) + 1
 }
 
 impl<'a> Distillation<'a> {
-    /// Elements of scratch for `tokens` tokens and `rows` local rows of the vocabulary.
+    /// Returns the elements of scratch for `tokens` tokens and `rows` local rows of the vocabulary.
     pub fn len(tokens: usize, rows: usize) -> usize {
         tokens * statistics_len(rows)
     }
@@ -113,7 +113,7 @@ impl<'a> Distillation<'a> {
         }
     }
 
-    /// The compared rows of a block.
+    /// Returns the compared rows of a block.
     pub fn compared_in(&self, block: &Range<usize>) -> Range<usize> {
         block.start.min(self.compared)..block.end.min(self.compared)
     }
@@ -166,8 +166,8 @@ impl<'a> Distillation<'a> {
         });
     }
 
-    /// The summed losses, the cross-entropy first, in an order that depends only on the number of tokens; prepares the gradients of a scale of
-    /// the cross-entropy.
+    /// Returns the summed losses, the cross-entropy first, in an order that depends only on the number of tokens;
+    /// prepares the gradients of a scale of the cross-entropy.
     pub fn losses(&mut self, scale: Option<f32>) -> [f64; 2] {
         self.target_scale = scale.unwrap_or_default();
         let (len, temperature) = (statistics_len(self.vocabulary.count), self.temperature);
@@ -184,7 +184,7 @@ impl<'a> Distillation<'a> {
         })
     }
 
-    /// The same over ranks with shards of the vocabulary: on rank 0, and zero on the others.
+    /// Returns the same over ranks with shards of the vocabulary: on rank 0, and zero on the others.
     pub fn losses_over(
         &mut self,
         ranks: &mut HeadRanks<'_, Cpu>,
@@ -243,7 +243,7 @@ impl<'a> Distillation<'a> {
     }
 }
 
-/// The sums of a token's blocks, and the target's logit, if it is local.
+/// Returns the sums of a token's blocks, and the target's logit, if it is local.
 fn split(statistics: &mut [f32]) -> (&mut [BlockSums], &mut f32) {
     let (blocks, target) = statistics.split_at_mut(statistics.len() - 1);
     (bytemuck::cast_slice_mut(blocks), &mut target[0])
@@ -291,7 +291,7 @@ impl TokenSums {
         TokenSums { log_sum: all(0), student: all(1), teacher, difference: difference.sum() }
     }
 
-    /// The cross-entropy and the distillation loss of a token whose target has this logit.
+    /// Returns the cross-entropy and the distillation loss of a token whose target has this logit.
     fn losses(&self, target: f64, temperature: f64) -> [f64; 2] {
         let divergence = self.difference + self.student - self.teacher;
         [self.log_sum - target, temperature * temperature * divergence]
@@ -344,7 +344,7 @@ fn measured(
     found
 }
 
-/// The sums of the compared logits.
+/// Returns the sums of the compared logits.
 #[inline(always)]
 fn compare(student: &[f32], teacher: &[f32], inverse: f32) -> BlockSums {
     let (most, teachers_most) = (largest(student), largest(teacher));

@@ -41,7 +41,8 @@ fn chunk_rows(shape: &HeadShape) -> usize {
     chunk.min(shape.tokens).min(holds(MAX_SCRATCH)).max(1)
 }
 
-/// Elements of scratch of a chunk: logits, those of a teacher, gradients of its inputs, and the statistics of the softmax.
+/// Returns the elements of scratch of a chunk: logits, those of a teacher, gradients of its inputs, and the statistics
+/// of the softmax.
 fn lengths(shape: &HeadShape) -> [usize; 4] {
     let (rows, vocab_size) = (chunk_rows(shape), shape.vocab_size);
     let (teacher, statistics) = match shape.has_teacher {
@@ -132,7 +133,7 @@ fn cross_entropy<T: Element, G: Element>(args: CrossEntropyArgs<'_, Cpu, T, G>) 
 /// Replaces what a forward pass keeps of a block's logits, given its number and rows, by their gradients.
 type Differentiate<'a> = &'a mut dyn FnMut(&mut [f32], usize, &Range<usize>);
 
-/// The logits of the chunk of tokens from `first` on by the teacher's head, in the rows that are compared.
+/// Returns the logits of the chunk of tokens from `first` on by the teacher's head, in the rows that are compared.
 fn teacher_chunk<'a, T: Element>(
     teacher: &'a HeadTeacher<'_, Cpu, T>,
     distillation: &Distillation<'_>,
@@ -160,14 +161,14 @@ impl<T: Element> Chunk<'_, T> {
         self.x.len() / self.width
     }
 
-    /// The blocks of the vocabulary: number, and rows.
+    /// Returns the blocks of the vocabulary: number, and rows.
     fn blocks(&self) -> impl Iterator<Item = (usize, Range<usize>)> + use<T> {
         let vocab_size = self.weight.len() / self.width;
         let starts = (0..vocab_size).step_by(BLOCK);
         starts.map(move |first| first..vocab_size.min(first + BLOCK)).enumerate()
     }
 
-    /// A block's logits of all tokens, the inputs, and the weight's rows of the block.
+    /// Returns a block's logits of all tokens, the inputs, and the weight's rows of the block.
     fn block(&mut self, block: &Range<usize>) -> (&mut [f32], Matrix<'_, T>, Matrix<'_, T>) {
         let (tokens, width) = (self.tokens(), self.width);
         let first = if self.keeps { tokens * block.start } else { 0 };
@@ -201,14 +202,15 @@ impl<T: Element> Chunk<'_, T> {
         }
     }
 
-    /// The kept logits of the compared rows of a block.
+    /// Returns the kept logits of the compared rows of a block.
     fn logits_of(&self, block: &Range<usize>) -> &[f32] {
         let rows = self.weight.len() / self.width;
         let compared = block.start.min(rows)..block.end.min(rows);
         &self.logits[self.tokens() * compared.start..self.tokens() * compared.end]
     }
 
-    /// The gradients; those of the inputs are summed in `sums`, unless they are f32 themselves, and rounded once.
+    /// Returns the gradients; those of the inputs are summed in `sums`, unless they are f32 themselves, and rounded
+    /// once.
     fn backward<G: Element>(
         &mut self,
         differentiate: Differentiate<'_>,

@@ -35,7 +35,7 @@ struct Token<'a> {
     target: &'a mut f32,
 }
 
-/// Elements of the statistics of a token with this many local rows of the vocabulary.
+/// Returns the elements of the statistics of a token with this many local rows of the vocabulary.
 fn statistics_len(rows: usize) -> usize {
     2 * rows.div_ceil(BLOCK) + 1
 }
@@ -65,7 +65,7 @@ impl<'a> Token<'a> {
 }
 
 impl<'a> Softmax<'a> {
-    /// Elements of scratch for `tokens` tokens and `rows` local rows of the vocabulary.
+    /// Returns the elements of scratch for `tokens` tokens and `rows` local rows of the vocabulary.
     pub(super) fn len(tokens: usize, rows: usize) -> usize {
         tokens * statistics_len(rows)
     }
@@ -117,7 +117,7 @@ impl<'a> Softmax<'a> {
         });
     }
 
-    /// The summed loss, in an order that depends only on the number of tokens; prepares the gradients
+    /// Returns the summed loss, in an order that depends only on the number of tokens; prepares the gradients
     /// of a scale.
     pub(super) fn losses(&mut self, scale: Option<f32>) -> f64 {
         let len = statistics_len(self.vocabulary.count);
@@ -135,9 +135,9 @@ impl<'a> Softmax<'a> {
         })[0]
     }
 
-    /// The same over ranks with shards of the vocabulary: on rank 0, and zero on the others. Each rank writes to a row
-    /// of the table for each token: in its column the logarithm of the local sum, in the last one the target's logit,
-    /// if it is local.
+    /// Returns the same over ranks with shards of the vocabulary: on rank 0, and zero on the others. Each rank writes
+    /// to a row of the table for each token: in its column the logarithm of the local sum, in the last one the target's
+    /// logit, if it is local.
     pub(super) fn losses_over(
         &mut self,
         ranks: &mut HeadRanks<'_, Cpu>,
@@ -201,12 +201,12 @@ fn set_factors(maxima: &mut [f32], log_sum: f64, scale: f32) {
     }
 }
 
-/// The sums of both losses of some tokens.
+/// Returns the sums of both losses of some tokens.
 pub(super) fn add(some: [f64; 2], others: [f64; 2]) -> [f64; 2] {
     [some[0] + others[0], some[1] + others[1]]
 }
 
-/// The sums of `row`, both losses of a token, over the tokens, in an order that depends only on their number.
+/// Returns the sums of `row`, both losses of a token, over the tokens, in an order that depends only on their number.
 pub(super) fn sum_of_rows(
     all: &mut [f32],
     targets: &[u32],

@@ -229,7 +229,7 @@ impl<'a> Row<'a> {
         Stages { kept, shared: 2.0 * softmax.of(*a), routed: 2.0 * softmax.of(*b) }
     }
 
-    /// The share of a shared head's weight before the stage's.
+    /// Returns the share of a shared head's weight before the stage's.
     fn of_shared(&self, head: usize) -> f64 {
         self.router.shared.len() as f64 * self.shared.of(self.logits[head])
     }
@@ -248,7 +248,7 @@ impl<'a> Row<'a> {
         }
     }
 
-    /// The gradients of the logits, from those of the heads' weights, and of the gates of each column
+    /// Returns the gradients of the logits, from those of the heads' weights, and of the gates of each column
     /// by the balance loss.
     fn backward(&self, selected: &[u8], delta: &dyn Fn(usize) -> f64, balance: &[f64]) -> Vec<f64> {
         let leading = self.router.shared.leading();

@@ -58,18 +58,18 @@ pub enum HeadWeights {
 }
 
 impl LogitRouter {
-    /// The logits of a token in a layer of `heads` heads: one for each, and those of the two stages.
+    /// Returns the logits of a token in a layer of `heads` heads: one for each, and those of the two stages.
     pub fn logits(&self, heads: usize) -> usize {
         let has_stages = self.weights == HeadWeights::TwoStage && !self.shared.is_empty();
         heads + if has_stages { 2 } else { 0 }
     }
 
-    /// Whether the outputs of heads are multiplied by weights other than 1.
+    /// Returns whether the outputs of heads are multiplied by weights other than 1.
     pub fn weighs(&self) -> bool {
         self.weights != HeadWeights::One
     }
 
-    /// Sizes of the routing of `tokens` tokens in a layer of `heads`: the logits are saved.
+    /// Returns the sizes of the routing of `tokens` tokens in a layer of `heads`: the logits are saved.
     ///
     /// # Errors
     /// If the router does not fit the heads.
@@ -124,7 +124,7 @@ pub trait Logits: Routers {
     /// Routes the tokens by their logits.
     fn logits_forward<T: Element>(&self, args: LogitsForward<'_, Self, T>) -> Result<()>;
 
-    /// The gradients of the logits of some tokens.
+    /// Returns the gradients of the logits of some tokens.
     fn logits_backward<T: Element>(&self, args: LogitsBackward<'_, Self, T>) -> Result<()>;
 }
 
@@ -172,7 +172,7 @@ fn check_routing<M: Memory>(
     })
 }
 
-/// Elements of a token in the table that ranks exchange, the last heads of the layer.
+/// Returns the elements of a token in the table that ranks exchange, the last heads of the layer.
 fn exchanged<M: Memory>(router: LogitRouter, routing: &Routing<M>) -> usize {
     if router.weighs() { routing.heads().count } else { routing.columns() }
 }

@@ -38,7 +38,7 @@ impl Parameters {
     }
 }
 
-/// The first words of the names of a router's kernels.
+/// Returns the first words of the names of a router's kernels.
 fn kernels(router: QueryNormRouter) -> &'static str {
     match router.selects {
         Selects::Heads => "query_norm",

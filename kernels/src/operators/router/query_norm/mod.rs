@@ -62,7 +62,7 @@ pub enum Selects {
 }
 
 impl QueryNormRouter {
-    /// Sizes of the routing of `tokens` tokens in a layer of `heads`: norms and 1 / std are saved.
+    /// Returns the sizes of the routing of `tokens` tokens in a layer of `heads`: norms and 1 / std are saved.
     ///
     /// # Errors
     /// If the router does not fit the heads.

@@ -15,12 +15,12 @@ use moh_model::{HeadCounts, ModelConfig, MohConfig, RouterKind};
 /// Tokens of a window.
 pub const LENGTH: usize = 24;
 
-/// A model with 8 heads, of which all sets are compared.
+/// Returns a model with 8 heads, of which all sets are compared.
 pub fn config(model_type: &str) -> ModelConfig {
     config_with(model_type, 8, 6)
 }
 
-/// A model with 16 heads, of which most sets are not compared, in 4 groups.
+/// Returns a model with 16 heads, of which most sets are not compared, in 4 groups.
 pub fn with_more_heads() -> ModelConfig {
     config_with("llama", 16, 4)
 }
@@ -71,7 +71,7 @@ impl LayerStore<Error> for Layers {
     }
 }
 
-/// A calibration on a device, and the output projections that it refitted.
+/// Returns a calibration on a device, and the output projections that it refitted.
 pub fn run_on<B: Backend + Clone>(
     backend: &B,
     config: &ModelConfig,

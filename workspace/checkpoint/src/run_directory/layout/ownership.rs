@@ -25,7 +25,7 @@ const OF_FILE_SYSTEM: &str = "lost+found";
 /// Maximum number of files of others that a message names.
 const MAX_NAMED: usize = 3;
 
-/// Names for a message: the first ones, and how many more there are.
+/// Returns the names for a message: the first ones, and how many more there are.
 pub fn join_names(names: &[String]) -> String {
     let shown = names[..names.len().min(MAX_NAMED)].join(", ");
     match names.len().checked_sub(MAX_NAMED) {
@@ -35,12 +35,12 @@ pub fn join_names(names: &[String]) -> String {
 }
 
 impl RunDirectory {
-    /// The run's mark, which has its recipe.
+    /// Returns the run's mark, which has its recipe.
     pub(super) fn mark_path(&self) -> PathBuf {
         self.root.join(MARK)
     }
 
-    /// The run whose `recipe.toml` is at `path`, itself or through links; `None` for any other file.
+    /// Returns the run whose `recipe.toml` is at `path`, itself or through links; `None` for any other file.
     pub fn of_recipe(path: &Path) -> Result<Option<Self>> {
         let mut path = path.to_owned();
         loop {
@@ -77,7 +77,7 @@ impl RunDirectory {
         })
     }
 
-    /// Whether the directory is a run's: marked, or with the recipe and checkpoints of a version without marks.
+    /// Returns whether the directory is a run's: marked, or with the recipe and checkpoints of a version without marks.
     pub fn is_run(&self) -> Result<bool> {
         let has_checkpoints = || Ok::<_, Error>(self.marker().is_file() || self.has_names()?);
         Ok(self.mark_path().is_file() || (self.recipe().is_file() && has_checkpoints()?))
@@ -112,7 +112,7 @@ impl RunDirectory {
         Err(moh_files::unusable(&self.root, reason).into())
     }
 
-    /// The names in the directory, but for those that a process leaves before it has marked its directory.
+    /// Returns the names in the directory, but for those that a process leaves before it has marked its directory.
     pub fn occupants(&self) -> Result<Vec<String>> {
         let mut found = names(&self.root)?;
         let unfinished = format!("{TEMPORARY}{MARK}");
@@ -121,7 +121,7 @@ impl RunDirectory {
         Ok(found)
     }
 
-    /// A free name beside the directory, or in it where it has no name of its own, as `.` has none.
+    /// Returns a free name beside the directory, or in it where it has no name of its own, as `.` has none.
     pub fn free_sibling(&self) -> PathBuf {
         let name = self.root.file_name();
         let Some(name) = name.map(|name| name.to_string_lossy()) else {
@@ -155,7 +155,7 @@ impl RunDirectory {
         Ok(())
     }
 
-    /// The files with the results of calibrations.
+    /// Returns the files with the results of calibrations.
     pub fn calibration_files(&self) -> Result<Vec<PathBuf>> {
         let mut found = names(&self.root)?;
         found.retain(|name| name.starts_with(CALIBRATION));
@@ -207,7 +207,7 @@ impl RunDirectory {
     }
 }
 
-/// The path without links, whose end need not exist.
+/// Returns the path without links, whose end need not exist.
 fn absolute(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let mut missing = Vec::new();

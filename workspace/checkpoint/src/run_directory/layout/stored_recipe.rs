@@ -63,7 +63,7 @@ impl fmt::Display for KeyChange {
 }
 
 impl RunDirectory {
-    /// The recipe with which the run was started or last resumed.
+    /// Returns the recipe with which the run was started or last resumed.
     pub fn stored_recipe(&self) -> Result<Recipe> {
         Ok(match self.marked_recipe()? {
             Some(text) => Recipe::parse_stored(&text, &self.mark_path(), &[])?,
@@ -72,7 +72,7 @@ impl RunDirectory {
         })
     }
 
-    /// The text of the recipe in the mark; `None` without a mark.
+    /// Returns the text of the recipe in the mark; `None` without a mark.
     fn marked_recipe(&self) -> Result<Option<String>> {
         let path = self.mark_path();
         let bytes = moh_files::read_bounded_if_any(&path, MAX_BYTES, "the mark of a run")?;
@@ -134,8 +134,8 @@ impl RunDirectory {
         }
     }
 
-    /// The error of a recipe that differs from the run's; `another` is the command of another run that starts from this
-    /// one's newest checkpoint.
+    /// Returns the error of a recipe that differs from the run's; `another` is the command of another run that starts
+    /// from this one's newest checkpoint.
     pub fn recipe_changed(&self, changes: &[KeyChange], another: Option<String>) -> Error {
         let changes: Vec<String> = changes.iter().map(KeyChange::to_string).collect();
         let another = another.map_or("another run.dir".to_owned(), |command| {
@@ -149,7 +149,7 @@ impl RunDirectory {
         moh_files::unusable(&self.recipe(), reason).into()
     }
 
-    /// The command of another run that starts from this one's newest checkpoint; `None` if there is none.
+    /// Returns the command of another run that starts from this one's newest checkpoint; `None` if there is none.
     fn another_run(&self, recipe: &Recipe, command: &str) -> Result<Option<String>> {
         let Some(step) = self.checkpoint_steps()?.pop() else { return Ok(None) };
         let from = format!("{}@{step}", self.root.display());
@@ -196,7 +196,7 @@ fn longer_stages(before: &Recipe, now: &Recipe) -> Vec<String> {
     longer.map(|stage| format!("stage.{}.tokens", stage.name)).collect()
 }
 
-/// The stages after those of the first recipe, if the second one begins with its stages.
+/// Returns the stages after those of the first recipe, if the second one begins with its stages.
 fn appended_stages<'a>(before: &Recipe, now: &'a Recipe) -> &'a [Stage] {
     match now.stages.split_at_checked(before.stages.len()) {
         Some((known, appended))
@@ -219,7 +219,7 @@ pub(super) fn may_change(key: &str) -> bool {
         })
 }
 
-/// Whether the key names an input by its path alone.
+/// Returns whether the key names an input by its path alone.
 fn names_input(key: &str) -> bool {
     // After the stage's name, which may be "data" itself.
     let of_stage = key.strip_prefix("stage.").and_then(|rest| rest.split_once('.'));
@@ -229,7 +229,7 @@ fn names_input(key: &str) -> bool {
         || ["model.from", "model.revision", "model.tokenizer"].contains(&key)
 }
 
-/// The keys whose values differ between two recipes, in order.
+/// Returns the keys whose values differ between two recipes, in order.
 pub fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>> {
     let (before, now) = (leaves(before)?, leaves(now)?);
     let keys: BTreeSet<&String> = before.keys().chain(now.keys()).collect();

@@ -19,7 +19,7 @@ fn stored(recipe: &Recipe) -> (tempfile::TempDir, RunDirectory) {
     (temporary, run)
 }
 
-/// The same with a checkpoint.
+/// Returns the same with a checkpoint.
 fn begun(recipe: &Recipe) -> (tempfile::TempDir, RunDirectory) {
     let (temporary, run) = stored(recipe);
     std::fs::create_dir_all(run.checkpoint(5)).unwrap();

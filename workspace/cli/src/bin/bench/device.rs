@@ -105,7 +105,7 @@ impl<B: Backend> Bench<B> {
         Ok(times)
     }
 
-    /// The repetitions of `work` that make a timing long enough. Measures `work` once to find out,
+    /// Returns the repetitions of `work` that make a timing long enough. Measures `work` once to find out,
     /// unless any timing is long enough.
     pub fn count(
         &self,

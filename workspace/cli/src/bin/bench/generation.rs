@@ -108,7 +108,7 @@ fn measure<B: Backend + Clone, T: Element>(
     sizes.map(|(batch, context)| measure_batch(&model, batch, context, arguments.tokens)).collect()
 }
 
-/// The prompts of a batch, then `tokens` passes of a token of each sequence.
+/// Returns the prompts of a batch, then `tokens` passes of a token of each sequence.
 fn measure_batch<B: Backend + Clone, T: Element>(
     model: &Model<B, T>,
     batch: usize,

@@ -48,7 +48,7 @@ impl MachineLimits {
         )
     }
 
-    /// The JSON fields of `machine`.
+    /// Returns the JSON fields of `machine`.
     pub fn json(&self) -> Value {
         json!({
             "device": self.device,
@@ -87,7 +87,7 @@ fn matmul<B: Backend, T: Element>(bench: &Bench<B>) -> anyhow::Result<f64> {
     Ok(times.rates(2.0 * (*product as f64).powi(3)).best)
 }
 
-/// Bytes read and written per second by a copy.
+/// Returns the bytes read and written per second by a copy.
 fn copy<B: Backend>(bench: &Bench<B>) -> anyhow::Result<f64> {
     let Bench { backend, copied, .. } = bench;
     let mut source = backend.allocate::<u8>(*copied)?;
@@ -100,7 +100,7 @@ fn copy<B: Backend>(bench: &Bench<B>) -> anyhow::Result<f64> {
     Ok(times.rates(2.0 * *copied as f64).best)
 }
 
-/// Memory in use in bytes, now and at its peak: the device's own, or this process's if the system
+/// Returns the memory in use in bytes, now and at its peak: the device's own, or this process's if the system
 /// reports it.
 pub fn memory<B: Backend>(backend: &B) -> Option<(u64, u64)> {
     match backend.memory_info() {

@@ -41,7 +41,7 @@ pub struct OperatorRow {
 }
 
 impl OperatorRow {
-    /// The median rate, and the limit that it is compared with.
+    /// Returns the median rate, and the limit that it is compared with.
     fn rate_and_limit(&self, machine: &MachineLimits) -> (f64, f64) {
         let (work, limit) = match (self.work, self.dtype) {
             (Work::Operations(count), ElementType::F32) => (count, machine.f32_matmul),

@@ -132,7 +132,7 @@ impl<B: Backend + Clone> InTrainingElements for Steps<'_, B> {
     }
 }
 
-/// The GPU's time in one more step.
+/// Returns the GPU's time in one more step.
 fn kernel_times<B: Backend>(
     backend: &B,
     step: &mut impl FnMut() -> Result<StepResult, moh_step::Error>,

@@ -27,12 +27,12 @@ impl Times {
         self.runs.len()
     }
 
-    /// Seconds of all timings together.
+    /// Returns the seconds of all timings together.
     pub fn total(&self) -> f64 {
         self.spent
     }
 
-    /// The median; 0 without a run.
+    /// Returns the median; 0 without a run.
     pub fn median(&self) -> f64 {
         let mut sorted = self.runs.clone();
         sorted.sort_by(f64::total_cmp);
@@ -41,7 +41,7 @@ impl Times {
         (lower + upper) / 2.0
     }
 
-    /// The shortest; 0 without a run.
+    /// Returns the shortest; 0 without a run.
     pub fn best(&self) -> f64 {
         self.runs.iter().copied().reduce(f64::min).unwrap_or(0.0)
     }
@@ -51,7 +51,7 @@ impl Times {
         json!({"median": self.median(), "best": self.best()})
     }
 
-    /// The rates of a run of this much work, in units per second.
+    /// Returns the rates of a run of this much work, in units per second.
     pub fn rates(&self, work: f64) -> Rates {
         Rates { median: work / self.median().max(1e-9), best: work / self.best().max(1e-9) }
     }

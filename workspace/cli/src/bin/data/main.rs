@@ -108,7 +108,7 @@ struct TokenizerArguments {
 }
 
 impl TokenizerArguments {
-    /// The tokenizer, if one is named, which is the one that the file records.
+    /// Returns the tokenizer, if one is named, which is the one that the file records.
     fn load(&self, file: &TokenFile) -> anyhow::Result<Option<TextTokenizer>> {
         let Some(name) = &self.tokenizer else { return Ok(None) };
         let tokenizer = moh_program::models::named_tokenizer(name, self.revision.as_deref())?;

@@ -291,12 +291,12 @@ fn chat_notes(notes: &ChatNotes) -> Vec<String> {
 
 const EXPECTED_SHARE: &str = "expected a share of the documents above 0 and at most 1, as in 0.1";
 
-/// A share of a whole: above 0, at most 1.
+/// Returns a share of a whole: above 0, at most 1.
 fn share(text: &str) -> Result<f64, String> {
     only(|share: &f64| *share > 0.0 && *share <= 1.0, EXPECTED_SHARE)(text)
 }
 
-/// A share in percent, from 0% to 100%.
+/// Returns a share in percent, from 0% to 100%.
 fn percent(text: &str) -> Result<f64, String> {
     let percent: Option<f64> = text.strip_suffix('%').and_then(|number| number.trim().parse().ok());
     let percent = percent.filter(|percent| (0.0..=100.0).contains(percent));

@@ -96,7 +96,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The positions that are shown, and the document of the first of them.
+/// Returns the positions that are shown, and the document of the first of them.
 fn place(file: &TokenFile, arguments: &Arguments) -> anyhow::Result<(u64, Range<u64>)> {
     match (arguments.doc, &arguments.tokens) {
         (None, Some(range)) => Ok((file.documents_of(range.clone())?.start, range.clone())),
@@ -115,7 +115,7 @@ fn read_mask(file: &TokenFile, range: Range<u64>) -> anyhow::Result<Vec<u8>> {
     Ok(mask)
 }
 
-/// The text of ids, with marks around those that are trained on.
+/// Returns the text of ids, with marks around those that are trained on.
 fn marked(tokenizer: &TextTokenizer, ids: &[u32], mask: &[u8]) -> anyhow::Result<String> {
     let mut text = String::new();
     let mut rest = ids;

@@ -70,7 +70,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The id of the recorded end of text, if a tokenizer is named.
+/// Returns the id of the recorded end of text, if a tokenizer is named.
 fn end_of_text(arguments: &Arguments) -> anyhow::Result<Option<u32>> {
     if arguments.tokenizer.tokenizer.is_none() {
         return Ok(None);

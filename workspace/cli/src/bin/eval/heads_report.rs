@@ -19,7 +19,7 @@ pub(crate) fn write(out: &mut impl Write, document: &HeadDocument) -> std::io::R
     }
 }
 
-/// A table for each layer, and the means of shared and of routed heads over all.
+/// Returns a table for each layer, and the means of shared and of routed heads over all.
 fn write_report(out: &mut impl Write, report: &HeadDocument) -> std::io::Result<()> {
     let texts: Vec<String> =
         report.texts.iter().map(|text| format!("{} ({} tokens)", text.name, text.tokens)).collect();
@@ -81,7 +81,7 @@ fn row(head: &OneHead) -> [String; 6] {
     ]
 }
 
-/// A line for each token, with the routed heads that it selects in each layer.
+/// Returns a line for each token, with the routed heads that it selects in each layer.
 fn write_sentence(out: &mut impl Write, sentence: &Sentence) -> std::io::Result<()> {
     let routes = |layer: &&SentenceLayer| layer.shared_heads.len() < layer.maps.len();
     let layers: Vec<&SentenceLayer> = sentence.layers.iter().filter(routes).collect();

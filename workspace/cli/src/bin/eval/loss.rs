@@ -110,7 +110,7 @@ impl Compute for Losses<'_> {
     }
 }
 
-/// The loss of a model over windows, and its routing on request.
+/// Returns the loss of a model over windows, and its routing on request.
 fn loss<B: Backend + Clone, T: Element>(
     model: &mut Model<B, T>,
     named: &NamedModel,

@@ -48,7 +48,7 @@ pub(crate) fn print(
     Ok(())
 }
 
-/// A line for each model and token file, and their routing below.
+/// Returns a line for each model and token file, and their routing below.
 fn write_table(out: &mut impl Write, measured: &[LossMeasurement]) -> std::io::Result<()> {
     let rows = measured.iter().map(|LossMeasurement { model, data, loss, .. }| {
         [
@@ -120,7 +120,7 @@ fn write_routing(out: &mut impl Write, routing: &RoutingStatistics) -> std::io::
     Ok(())
 }
 
-/// Heads in ascending order: `4-7`, or `1,3,6` if they are not consecutive.
+/// Returns the heads in ascending order: `4-7`, or `1,3,6` if they are not consecutive.
 fn names(heads: impl Iterator<Item = usize>) -> String {
     let heads: Vec<usize> = heads.collect();
     match (heads.first(), heads.last()) {

@@ -9,7 +9,7 @@ use moh_program::{counted, exit};
 /// Tokens of a window if the option is omitted, unless a model's context is shorter.
 const DEFAULT_LENGTH: usize = 2048;
 
-/// The windows of a token file for a model.
+/// Returns the windows of a token file for a model.
 pub(crate) fn windows(
     model: &NamedModel,
     prefix: &Path,
@@ -28,7 +28,7 @@ pub(crate) fn windows(
     Windows::new(file, length).map_err(|error| error.with_length("--sequence-length").into())
 }
 
-/// The given window length, or the default; lengths that a model does not support are refused.
+/// Returns the given window length, or the default; lengths that a model does not support are refused.
 pub(crate) fn window_length(models: &[NamedModel], given: Option<usize>) -> anyhow::Result<usize> {
     let context = shortest_context(models);
     let length = given.unwrap_or(context.min(DEFAULT_LENGTH));

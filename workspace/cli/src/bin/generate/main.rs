@@ -160,7 +160,7 @@ fn check(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 impl Arguments {
-    /// Whether an option limits the tokens that are sampled, which asks for sampling.
+    /// Returns whether an option limits the tokens that are sampled, which asks for sampling.
     fn limits_sampling(&self) -> bool {
         self.top_k.is_some() || self.top_p.is_some() || self.min_p.is_some()
     }

@@ -91,7 +91,7 @@ impl Ranges {
     }
 }
 
-/// A rank's chunk of `len` elements, divided as evenly as possible.
+/// Returns a rank's chunk of `len` elements, divided as evenly as possible.
 fn chunk_of(len: usize, size: usize, rank: usize) -> Range<usize> {
     let (quotient, remainder) = (len / size, len % size);
     let start = rank * quotient + rank.min(remainder);
@@ -114,7 +114,7 @@ fn datatype(dtype: DType) -> ffi::MPI_Datatype {
     }
 }
 
-/// The host bytes of a region whose length fits C's int.
+/// Returns the host bytes of a region whose length fits C's int.
 fn host<'a>(
     operation: &'static str,
     region: RegionMut<'a>,

@@ -143,7 +143,7 @@ unsafe impl Send for NcclCommunicator {}
 unsafe impl Sync for NcclCommunicator {}
 
 impl NcclCommunicator {
-    /// The communicator of all ranks; returns when all ranks have called it.
+    /// Returns the communicator of all ranks; returns when all ranks have called it.
     pub(super) fn world(
         device: &Arc<Device>,
         id: sys::ncclUniqueId,
@@ -159,7 +159,7 @@ impl NcclCommunicator {
         Self::new(device, raw)
     }
 
-    /// The communicator of the ranks of one colour; returns when all ranks of this one have called
+    /// Returns the communicator of the ranks of one colour; returns when all ranks of this one have called
     /// it.
     pub(super) fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Self>> {
         const NO_COLOR: i32 = -1;
@@ -238,7 +238,7 @@ impl NcclCommunicator {
         Ok(after)
     }
 
-    /// Blocks the host until an event of this communicator has completed.
+    /// Returns the blocks the host until an event of this communicator has completed.
     pub(super) fn await_event(&self, event: &Event) -> Result<()> {
         while !event.is_done() {
             self.device.health.check()?;
@@ -251,7 +251,7 @@ impl NcclCommunicator {
         Ok(())
     }
 
-    /// Blocks the host until the communicator's stream is empty.
+    /// Returns the blocks the host until the communicator's stream is empty.
     pub(super) fn finish(&self) -> Result<()> {
         let event = {
             let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
@@ -268,7 +268,7 @@ impl NcclCommunicator {
         self.await_event(&event)
     }
 
-    /// The communicator's asynchronous error since the last call, if any.
+    /// Returns the communicator's asynchronous error since the last call, if any.
     fn check(&self) -> Result<()> {
         let mut state = sys::ncclResult_t::ncclSuccess;
         // SAFETY: the communicator is valid, and the caller holds the lock.

@@ -49,7 +49,7 @@ struct Nccl {
     barrier_buffer: Mutex<<Cuda as Memory>::Buffer<u32>>,
 }
 
-/// The id that rank 0 gives to all ranks so that they can connect.
+/// Returns the id that rank 0 gives to all ranks so that they can connect.
 pub(crate) fn unique_id() -> Result<Vec<u8>> {
     library::load()?;
     let mut id = sys::ncclUniqueId { internal: [0; 128] };
@@ -157,7 +157,7 @@ impl Nccl {
         Ok(Some(event))
     }
 
-    /// The communicator for messages from one rank of the world to another.
+    /// Returns the communicator for messages from one rank of the world to another.
     fn message_communicator(&self, from: usize, to: usize) -> &NcclCommunicator {
         if from < to { &self.shared.up } else { &self.shared.down }
     }
@@ -324,7 +324,7 @@ impl Engine for Nccl {
 mod tests {
     use super::*;
 
-    /// The engine of a world of one rank; groups of one rank normally have none.
+    /// Returns the engine of a world of one rank; groups of one rank normally have none.
     fn engine() -> (Cuda, Arc<dyn Engine>) {
         let health = Arc::new(Health::new(Arc::new(|_| ())));
         let cuda = Cuda::new(0).unwrap();

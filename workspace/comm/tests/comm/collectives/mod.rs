@@ -11,7 +11,7 @@ trait Case: Scalar {
     fn max(elements: impl Iterator<Item = Self>) -> Self;
 }
 
-/// A different value for each rank and position, without a pattern.
+/// Returns a different value for each rank and position, without a pattern.
 fn scrambled(rank: usize, at: usize) -> u64 {
     let mut x = (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (at as u64) << 7;
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

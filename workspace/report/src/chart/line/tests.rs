@@ -20,7 +20,7 @@ fn falling() -> Vec<(f64, f64)> {
     (0..100).map(f64::from).map(|x| (x, value(x))).collect()
 }
 
-/// The number behind the first `start` of a drawing.
+/// Returns the number behind the first `start` of a drawing.
 fn after(text: &str, start: &str) -> f64 {
     let rest = text.split(start).nth(1).unwrap();
     rest.split([' ', '"']).next().unwrap().parse().unwrap()

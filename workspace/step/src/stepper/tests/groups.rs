@@ -9,7 +9,7 @@ use crate::GroupFactors;
 /// Gradients of every size are clipped by the same factor, 1.
 const UNCLIPPED: f64 = 1e30;
 
-/// The bits of a rank's own tensors, weights and moments, by group.
+/// Returns the bits of a rank's own tensors, weights and moments, by group.
 fn bits(rank: &mut Rank<f32>, group: TensorGroup) -> Vec<u32> {
     rank.stepper.wait_for_weights(&mut rank.model).unwrap();
     let mut bits = Vec::new();
@@ -28,7 +28,7 @@ fn bits(rank: &mut Rank<f32>, group: TensorGroup) -> Vec<u32> {
     bits
 }
 
-/// A rank whose attention has this factor, after a step at this rate; and its gradient norm.
+/// Returns a rank whose attention has this factor, after a step at this rate; and its gradient norm.
 fn trained(world: &World, ranks: Ranks, attention: f64, rate: f64) -> (Rank<f32>, f64) {
     let mut rank = Rank::<f32>::new(world, ranks);
     rank.stepper.config.optimizer.clip_norm = UNCLIPPED;

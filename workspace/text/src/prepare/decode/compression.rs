@@ -43,7 +43,7 @@ const WINDOW_LOGS: (u32, u32) = (23, 31);
 impl Compression {
     pub(crate) const NAMES: [&str; 5] = ["gz", "zst", "bz2", "xz", "gzip"];
 
-    /// The compression of an input that starts with these bytes.
+    /// Returns the compression of an input that starts with these bytes.
     pub(crate) fn of(start: &[u8]) -> Self {
         let (first, block) = BZIP2;
         // A frame of Zstandard that holds no text, as pzstd writes.

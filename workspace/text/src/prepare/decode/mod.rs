@@ -105,7 +105,7 @@ impl Decoded {
         Ok(from_ahead + self.decode(buffer, bytes - from_ahead)?)
     }
 
-    /// The next bytes, up to `bytes` of them and fewer only at the end; they stay to be read.
+    /// Returns the next bytes, up to `bytes` of them and fewer only at the end; they stay to be read.
     pub(crate) fn peek(&mut self, bytes: usize) -> Result<&[u8]> {
         let mut ahead = std::mem::take(&mut self.ahead);
         let missing = bytes.saturating_sub(ahead.len());
@@ -125,7 +125,7 @@ impl Decoded {
         read.map_err(|error| self.fault(error))
     }
 
-    /// The error of a decoder, or of the file that it reads.
+    /// Returns the error of a decoder, or of the file that it reads.
     fn fault(&self, error: io::Error) -> Error {
         if self.compression == Compression::None || error.raw_os_error().is_some() {
             return moh_files::io(&self.path)(error).into();

@@ -47,7 +47,7 @@ impl<'a> ChatEncoder<'a> {
         Ok(Rendered { text, special })
     }
 
-    /// The ids of a rendered conversation, with 1 for each that is trained on, and 0 for the others.
+    /// Returns the ids of a rendered conversation, with 1 for each that is trained on, and 0 for the others.
     pub(crate) fn encode(&self, rendered: &Rendered) -> Result<(Vec<u32>, Vec<u8>)> {
         let TrainingText { text, trained, is_exact, .. } = &rendered.text;
         let tokens = self.tokenizer.encode_with_ranges(text)?;
@@ -73,8 +73,8 @@ impl<'a> ChatEncoder<'a> {
     }
 }
 
-/// The end of a turn within the range of its text: the end of its last special token, if nothing but white space
-/// follows that, such as the newline after <|im_end|>, which no model has to generate.
+/// Returns the end of a turn within the range of its text: the end of its last special token, if nothing but white
+/// space follows that, such as the newline after <|im_end|>, which no model has to generate.
 fn end_of_turn(
     text: &str,
     tokens: &[Token],

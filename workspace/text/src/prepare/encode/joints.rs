@@ -25,7 +25,7 @@ const SPACE: u8 = b' ';
 const MARK: (u8, [u8; 2]) = (0xE2, [0x96, 0x81]);
 
 impl Joints {
-    /// The joints of a tokenizer; `None` if any characters may be joined.
+    /// Returns the joints of a tokenizer; `None` if any characters may be joined.
     pub(super) fn new(json: &TokenizerJson) -> Option<Self> {
         let mut joints = Self { joined: Box::new([[0; 4]; 256]) };
         let model = &json.fields["model"];

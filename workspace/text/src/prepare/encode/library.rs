@@ -51,7 +51,7 @@ pub(super) struct Pipeline {
 struct Lacking(Range<u32>);
 
 impl Lacking {
-    /// The ids, and the vocabulary with tokens for them.
+    /// Returns the ids, and the vocabulary with tokens for them.
     fn of<'a>(json: &'a TokenizerJson, fields: &Value) -> Result<(Self, Cow<'a, str>), String> {
         let vocabulary = json.vocabulary.get();
         let is_missing =
@@ -90,13 +90,13 @@ impl Pipeline {
         Ok(Self { tokenizer, fields, lacking })
     }
 
-    /// Whether a tokenizer is the same, but for the vocabulary and the merges.
+    /// Returns whether a tokenizer is the same, but for the vocabulary and the merges.
     pub(super) fn has_fields_of(&self, json: &TokenizerJson) -> bool {
         canonical_fields(json).is_ok_and(|fields| fields == self.fields)
     }
 }
 
-/// The fields of a tokenizer in the library's own form, without vocabulary and merges.
+/// Returns the fields of a tokenizer in the library's own form, without vocabulary and merges.
 fn canonical_fields(json: &TokenizerJson) -> Result<Value, String> {
     let mut fields = json.fields.clone();
     // The ids around a text are added by the encoder, and nothing decodes here.
@@ -110,7 +110,8 @@ fn canonical_fields(json: &TokenizerJson) -> Result<Value, String> {
     Ok(fields)
 }
 
-/// The tokenizer with these fields and this vocabulary, of which the merges are what the slower library writes, too.
+/// Returns the tokenizer with these fields and this vocabulary, of which the merges are what the slower library writes,
+/// too.
 fn canonical(fields: &Value, json: &TokenizerJson, vocabulary: &str) -> serde_json::Result<String> {
     let [model, others] = [&fields["model"], fields].map(Value::to_string);
     let mut model: BTreeMap<&str, &RawValue> = serde_json::from_str(&model)?;
@@ -129,7 +130,7 @@ struct Buffers {
 }
 
 impl Library {
-    /// The tokenizer of `json`, loaded, with the spelling of its ids.
+    /// Returns the tokenizer of `json`, loaded, with the spelling of its ids.
     pub(super) fn new(
         json: &TokenizerJson,
         pipeline: Pipeline,

@@ -41,7 +41,7 @@ pub(crate) struct Encoder<'a> {
 }
 
 impl<'a> Encoder<'a> {
-    /// An encoder of a tokenizer, of which `ahead` may have loaded something already.
+    /// Creates an encoder of a tokenizer, of which `ahead` may have loaded something already.
     pub(crate) fn new(
         tokenizer: &'a TextTokenizer,
         json: &TokenizerJson,

@@ -22,7 +22,7 @@ const TEXTS: [&str; 12] = [
     "ThisIsCamelCase HTTPServer iPhone \u{c9}COLE \u{c9}cole aVeryLongWordThatNoVocabularyHasAsAWholeAntidisestablishmentarianism",
 ];
 
-/// The texts for a tokenizer: those above, all of its added tokens amid others, and every character that the
+/// Returns the texts for a tokenizer: those above, all of its added tokens amid others, and every character that the
 /// vocabulary has as one token, because the faster library takes it without its merges.
 pub(super) fn texts(json: &TokenizerJson, spelling: &Spelling) -> Vec<String> {
     let mut texts: Vec<String> = TEXTS.map(str::to_owned).to_vec();

@@ -66,7 +66,7 @@ pub(super) enum Prepends {
 }
 
 impl Shape {
-    /// The form of a tokenizer with every default filled in.
+    /// Returns the form of a tokenizer with every default filled in.
     pub(super) fn new(json: &Value) -> Result<Self, String> {
         let model = &json["model"];
         let given = |name: &str| !matches!(&model[name], Value::Null) && model[name] != "";
@@ -99,7 +99,7 @@ impl Shape {
         Ok(Self { words, prepends, nfc: normalizer == Normalizer::Nfc })
     }
 
-    /// Whether ids of a vocabulary spell bytes in GPT-2's alphabet.
+    /// Returns whether ids of a vocabulary spell bytes in GPT-2's alphabet.
     pub(super) fn is_byte_level(self) -> bool {
         self.words == Words::Pattern
     }

@@ -84,7 +84,7 @@ impl Spelling {
         self.bytes.get(start as usize..end as usize)
     }
 
-    /// The characters beyond ASCII that are tokens.
+    /// Returns the characters beyond ASCII that are tokens.
     pub(super) fn characters(&self) -> impl Iterator<Item = String> + '_ {
         let ids = 0..self.heads.len() as u32;
         let texts = ids.filter_map(|id| std::str::from_utf8(self.bytes_of(id)?).ok());
@@ -92,7 +92,7 @@ impl Spelling {
         texts.filter(is_character).map(str::to_owned)
     }
 
-    /// Whether ids spell a text. A text that the tokenizer changes, by NFC or by stripping white space, is not
+    /// Returns whether ids spell a text. A text that the tokenizer changes, by NFC or by stripping white space, is not
     /// spelt by its ids, and neither is one with characters unknown to the vocabulary.
     pub(super) fn is_of(&self, text: &str, ids: &[u32]) -> bool {
         let text = text.as_bytes();
@@ -153,7 +153,7 @@ impl Spelling {
     }
 }
 
-/// The characters of GPT-2's alphabet, each as a token.
+/// Returns the characters of GPT-2's alphabet, each as a token.
 pub(super) fn alphabet() -> impl Iterator<Item = String> {
     let characters = ('\0'..='\u{143}').filter(|character| byte_of(*character).is_some());
     characters.map(String::from)

@@ -28,7 +28,7 @@ static ENCODERS: LazyLock<Vec<(&str, &TextTokenizer, Encoder<'_>)>> = LazyLock::
     KINDS.iter().map(load).collect()
 });
 
-/// A text of fragments in which tokenizers are apt to differ.
+/// Returns a text of fragments in which tokenizers are apt to differ.
 fn texts() -> impl Strategy<Value = String> {
     let fragment = prop_oneof![
         4 => "[a-zA-Z]{1,12}",
@@ -172,7 +172,7 @@ fn an_unusual_post_processor_leaves_whole_documents_to_the_slower_library() {
     }
 }
 
-/// A document with what is long amid words: a letter, spaces, ideographs, line ends, punctuation.
+/// Returns a document with what is long amid words: a letter, spaces, ideographs, line ends, punctuation.
 fn long(length: usize) -> String {
     let mut text = kinds::text(length / 2, 2);
     let longest = length / 40;
@@ -251,7 +251,7 @@ fn threads_get_the_ids_of_one() {
     }
 }
 
-/// The encoder's reason against the faster library for a changed tokenizer.
+/// Returns the encoder's reason against the faster library for a changed tokenizer.
 fn changed(name: &str, change: impl Fn(&mut Value)) -> String {
     let mut kinds = kinds::all(600, "a b c");
     let kind = kinds.iter_mut().find(|kind| kind.name == name).unwrap();

@@ -11,7 +11,7 @@ use super::{Fields, MAX_SHOWN_KEYS, Node, Nouns, Slots, Value};
 use crate::numbers::{MARK, finite_json};
 
 impl Fields {
-    /// The text of an object of JSON; `slots` are overwritten.
+    /// Returns the text of an object of JSON; `slots` are overwritten.
     pub(crate) fn of_json<'a>(
         &'a self,
         object: &'a str,
@@ -30,7 +30,7 @@ impl Fields {
         })
     }
 
-    /// The text of an object that Python wrote, with NaN or infinities in it.
+    /// Returns the text of an object that Python wrote, with NaN or infinities in it.
     fn of_json_of_python(&self, object: &str, nouns: Nouns) -> Result<String, String> {
         let marked = finite_json(object);
         let mut slots = self.slots();
@@ -139,7 +139,7 @@ pub(super) fn reason(fault: &serde_json::Error) -> String {
     text.split(" at line ").next().unwrap_or(&text).to_owned()
 }
 
-/// The first key in a text of JSON whose value is a list of objects; not one of conversations.
+/// Returns the first key in a text of JSON whose value is a list of objects; not one of conversations.
 pub(crate) fn list_of_records(text: &str) -> Option<&str> {
     let lists =
         text.match_indices('[').filter(|(at, _)| text[at + 1..].trim_start().starts_with('{'));

@@ -99,7 +99,7 @@ impl Fields {
         Ok(fields)
     }
 
-    /// The messages of a conversation, in a field or at the end of a path of fields, and what there is besides.
+    /// Returns the messages of a conversation, in a field or at the end of a path of fields, and what there is besides.
     pub(crate) fn of_chat(messages: &str) -> Self {
         let mut fields = Self::none(Kind::Chat);
         fields.paths.extend([messages].iter().chain(&OF_CHAT).map(|&path| path.to_owned()));
@@ -169,12 +169,12 @@ impl Fields {
         &self.paths
     }
 
-    /// Whether numbers and truth values have a text, too.
+    /// Returns whether numbers and truth values have a text, too.
     pub(crate) fn is_template(&self) -> bool {
         self.kind == Kind::Template
     }
 
-    /// Whether lists have a text, as messages do.
+    /// Returns whether lists have a text, as messages do.
     pub(crate) fn is_chat(&self) -> bool {
         self.kind == Kind::Chat
     }
@@ -187,7 +187,7 @@ impl Fields {
         vec![None; 2 * self.paths.len()]
     }
 
-    /// The text of a record with these values; `keys` are what it has, for the error.
+    /// Returns the text of a record with these values; `keys` are what it has, for the error.
     pub(crate) fn text<'a>(
         &'a self,
         slots: &Slots<'a>,
@@ -270,7 +270,7 @@ impl Fields {
     }
 }
 
-/// The value of the path `index`.
+/// Returns the value of the path `index`.
 fn value_of<'s, 'a>(slots: &'s Slots<'a>, index: usize) -> Option<&'s Value<'a>> {
     slots[2 * index].as_ref().or(slots[2 * index + 1].as_ref())
 }

@@ -28,7 +28,7 @@ pub(crate) struct BadList {
 }
 
 impl BadList {
-    /// The list of a preparation whose last process ended while its files got their names; `None` if it has its
+    /// Returns the list of a preparation whose last process ended while its files got their names; `None` if it has its
     /// name, or is empty.
     pub(crate) fn complete(path: &Path, directory: &Path) -> Result<Option<Self>> {
         let working = directory.join(NAME);

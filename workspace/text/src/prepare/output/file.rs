@@ -84,7 +84,7 @@ pub(crate) fn prefixes(options: &Prepare<'_>) -> Vec<PathBuf> {
     }
 }
 
-/// Names the files of a preparation that was interrupted when all of them were complete.
+/// Returns the names the files of a preparation that was interrupted when all of them were complete.
 pub(super) fn publish_again(
     options: &Prepare<'_>,
     prefixes: &[PathBuf],

@@ -205,7 +205,7 @@ impl<'a> Outputs<'a> {
         Ok(())
     }
 
-    /// Whether a document is written; counts it if not.
+    /// Returns whether a document is written; counts it if not.
     fn selects(&mut self, document: &Document) -> Result<bool> {
         let tokens = document.ids.len() as u64;
         let selection = &self.options.selection;
@@ -237,12 +237,12 @@ impl<'a> Outputs<'a> {
         })
     }
 
-    /// The directory of inputs that are downloaded for this preparation alone.
+    /// Returns the directory of inputs that are downloaded for this preparation alone.
     pub(crate) fn downloads(&self) -> PathBuf {
         self.directory.join("downloads")
     }
 
-    /// Whether a part of an input was downloaded for this preparation alone.
+    /// Returns whether a part of an input was downloaded for this preparation alone.
     pub(crate) fn has_downloads(&self) -> bool {
         // Each has a directory of its own, which one that has failed leaves without a byte in it.
         let entries = |directory: &Path| fs::read_dir(directory).into_iter().flatten().flatten();
@@ -250,7 +250,7 @@ impl<'a> Outputs<'a> {
         files.any(|file| file.metadata().is_ok_and(|file| file.len() > 0))
     }
 
-    /// Bytes of inputs that were read, as they are stored.
+    /// Returns the bytes of inputs that were read, as they are stored.
     pub(crate) fn input_bytes(&self) -> u64 {
         self.state.input_bytes
     }

@@ -310,7 +310,7 @@ impl Batch {
 }
 
 impl Document {
-    /// A document with this text, which is not encoded yet.
+    /// Creates a document with this text, which is not encoded yet.
     fn new(work: &Work<'_>, text: &str) -> Self {
         let hash = work.hashes.then(|| blake3::hash(text.as_bytes()));
         let is_wanted = hash.as_ref().is_none_or(|hash| (work.wants)(hash));

@@ -61,7 +61,7 @@ pub(crate) struct Document<'a> {
 }
 
 impl<'a> Document<'a> {
-    /// The document of a record, of whose fields `text` is made.
+    /// Returns the document of a record, of whose fields `text` is made.
     pub(super) fn new(
         text: Result<Cow<'a, str>, String>,
         place: Place,
@@ -86,7 +86,7 @@ pub(crate) struct BadRecord {
 }
 
 impl BadRecord {
-    /// The error of this record of `path`.
+    /// Returns the error of this record of `path`.
     pub(crate) fn error(self, path: &Path) -> Error {
         Error::Invalid(format!("{}{}: {}", path.display(), self.place, self.reason))
     }

@@ -36,7 +36,7 @@ const ENCRYPTED_PARQUET: &[u8] = b"PARE";
 pub(super) const ARROW_FILE: &[u8] = b"ARROW1\0\0";
 const ARROW_STREAM: &[u8] = b"\xff\xff\xff\xff";
 
-/// The format of an input that starts with `start`: `given`, or that of its content or its name.
+/// Returns the format of an input that starts with `start`: `given`, or that of its content or its name.
 pub(super) fn format_of(path: &Path, start: &[u8], given: Option<Format>) -> Result<Format> {
     let table = table(start);
     if start.starts_with(ENCRYPTED_PARQUET) && table.is_none() && given != Some(Format::Text) {
@@ -73,7 +73,7 @@ fn table(start: &[u8]) -> Option<Format> {
     }
 }
 
-/// The format of an input that is no table, or why it is none of text.
+/// Returns the format of an input that is no table, or why it is none of text.
 fn of_text(path: &Path, start: &[u8]) -> Result<Format, String> {
     if start.starts_with(moh_files::GIT_LFS) {
         return Err(moh_files::IS_POINTER.to_owned());

@@ -102,7 +102,7 @@ impl OpenInput {
         Err(Error::unusable(&self.path, reason))
     }
 
-    /// The number of parts; [`OpenInput::read`] reads each of them, and their order is that of the documents.
+    /// Returns the number of parts; [`OpenInput::read`] reads each of them, and their order is that of the documents.
     pub(crate) fn parts(&self) -> usize {
         self.parquet.as_ref().map_or(1, columns::ParquetTable::parts)
     }

@@ -87,7 +87,7 @@ pub(super) fn records<'a>(
     })
 }
 
-/// The record in a line; `None` if it is blank.
+/// Returns the record in a line; `None` if it is blank.
 fn record<'a>(
     line: &'a [u8],
     number: u64,

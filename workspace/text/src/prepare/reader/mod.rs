@@ -59,12 +59,12 @@ impl ReadOptions {
         }
     }
 
-    /// The bytes to be held in search of a record's end that is not in the first `bytes`.
+    /// Returns the bytes to be held in search of a record's end that is not in the first `bytes`.
     fn grown(&self, bytes: usize) -> usize {
         (2 * bytes).min(self.max_record_bytes + 1)
     }
 
-    /// The text in the bytes of a record, a `noun`.
+    /// Returns the text in the bytes of a record, a `noun`.
     fn text<'a>(&self, bytes: &'a [u8], noun: &str, place: Place) -> Result<&'a str, BadRecord> {
         let bad = |reason| BadRecord { place, reason };
         if bytes.len() > self.max_record_bytes {
@@ -94,8 +94,8 @@ pub(crate) struct Position {
 
 /// Reads a part of an input from some position on.
 pub(crate) trait Reader: Send {
-    /// The next chunk; `None` at the end. Fails if the input cannot be read any further. A record that is no document
-    /// is an error of [`Chunk::documents`] instead.
+    /// Returns the next chunk; `None` at the end. Fails if the input cannot be read any further. A record that is no
+    /// document is an error of [`Chunk::documents`] instead.
     fn next_chunk(&mut self) -> Result<Option<Chunk>>;
 }
 

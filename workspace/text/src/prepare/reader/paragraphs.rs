@@ -57,7 +57,7 @@ impl Reader for Paragraphs {
     }
 }
 
-/// The end of the last blank line of `bytes` that is complete.
+/// Returns the end of the last blank line of `bytes` that is complete.
 fn last_break(bytes: &[u8]) -> Option<usize> {
     let mut end = memchr::memrchr(b'\n', bytes)? + 1;
     loop {
@@ -72,7 +72,7 @@ fn last_break(bytes: &[u8]) -> Option<usize> {
     }
 }
 
-/// The end of the first blank line of `bytes` that is complete.
+/// Returns the end of the first blank line of `bytes` that is complete.
 fn first_break(bytes: &[u8]) -> Option<usize> {
     let mut start = 0;
     for newline in memchr::memchr_iter(b'\n', bytes) {
@@ -90,7 +90,7 @@ fn is_blank(line: &[u8]) -> bool {
         && std::str::from_utf8(line).is_ok_and(|line| line.trim().is_empty())
 }
 
-/// The paragraphs in whole lines, each with its first lines' spaces and its last line's end.
+/// Returns the paragraphs in whole lines, each with its first lines' spaces and its last line's end.
 fn paragraphs(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     let mut rest = bytes;
     std::iter::from_fn(move || {

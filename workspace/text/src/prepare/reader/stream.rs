@@ -25,7 +25,7 @@ impl Stream {
         Self { input, options, position, rest: Vec::new(), stored }
     }
 
-    /// The chunk of the next `bytes` with so many records.
+    /// Returns the chunk of the next `bytes` with so many records.
     pub(super) fn chunk(&mut self, content: Content, bytes: usize, records: u64) -> Chunk {
         let start = self.position;
         self.position.offset += bytes as u64;

@@ -39,7 +39,7 @@ pub(super) fn read_from(
     Ok(found)
 }
 
-/// The documents of a file, which are the same from every chunk's end on.
+/// Returns the documents of a file, which are the same from every chunk's end on.
 pub(super) fn documents(
     path: &Path,
     format: Option<Format>,
@@ -69,7 +69,7 @@ pub(super) fn written(name: &str, bytes: &[u8]) -> (tempfile::TempDir, PathBuf) 
     (dir, path)
 }
 
-/// The texts of a file, or the first error.
+/// Returns the texts of a file, or the first error.
 fn texts(name: &str, bytes: &[u8]) -> Result<Vec<String>> {
     let (_dir, path) = written(name, bytes);
     let found = documents(&path, None, options())?;

@@ -15,7 +15,7 @@ pub(super) struct Address<'a> {
 }
 
 impl<'a> Address<'a> {
-    /// The parts of `name`; `None` if it is no address of files in a dataset.
+    /// Returns the parts of `name`; `None` if it is no address of files in a dataset.
     pub(super) fn parse(name: &'a str) -> Option<Self> {
         let rest = name.strip_prefix(DATASETS)?;
         let (owner, after) = rest.split_once('/')?;
@@ -37,14 +37,15 @@ pub(super) fn at_commit(id: &str, commit: &str, path: &str) -> PathBuf {
     PathBuf::from(format!("{DATASETS}{id}@{commit}/{path}"))
 }
 
-/// The part of an address before `://`; `None` if `name` is none.
+/// Returns the part of an address before `://`; `None` if `name` is none.
 pub(crate) fn scheme(name: &Path) -> Option<&str> {
     let (scheme, _) = name.to_str()?.split_once("://")?;
     let is_one = !scheme.is_empty() && scheme.bytes().all(|byte| byte.is_ascii_alphanumeric());
     is_one.then_some(scheme)
 }
 
-/// The datasets that two lists of inputs have at different commits, as a sentence; `None` if they differ otherwise.
+/// Returns the datasets that two lists of inputs have at different commits, as a sentence; `None` if they differ
+/// otherwise.
 pub(crate) fn moved<'a>(
     before: impl Iterator<Item = &'a str>,
     now: impl Iterator<Item = &'a str>,

@@ -58,8 +58,8 @@ impl Downloads {
         self.shared.inputs.len()
     }
 
-    /// The path of an input on this machine, when it is there. A remote input is asked for once, in order. Fails if it
-    /// cannot be downloaded, and with [`Error::Interrupted`] after the end.
+    /// Returns the path of an input on this machine, when it is there. A remote input is asked for once, in order.
+    /// Fails if it cannot be downloaded, and with [`Error::Interrupted`] after the end.
     pub(crate) fn path(&self, number: usize) -> Result<PathBuf> {
         if let Input::Local(path) = &self.shared.inputs[number] {
             return Ok(path.clone());
@@ -88,7 +88,7 @@ impl Downloads {
         Ok(moh_files::remove_directory(directory).map_err(moh_files::io(directory))?)
     }
 
-    /// Bytes of remote files that are here, and of all that are needed.
+    /// Returns the bytes of remote files that are here, and of all that are needed.
     pub(crate) fn bytes(&self) -> (u64, u64) {
         (self.shared.bytes.load(Ordering::Relaxed), self.total)
     }

@@ -37,7 +37,7 @@ pub(crate) struct RemoteFile {
 }
 
 impl Hub {
-    /// The files that an address stands for, sorted by name.
+    /// Returns the files that an address stands for, sorted by name.
     pub(crate) fn expand(&mut self, name: &Path) -> Result<Vec<RemoteFile>> {
         let Some(Address { id, revision, glob }) = name.to_str().and_then(Address::parse) else {
             let reason = match scheme(name) {
@@ -62,7 +62,7 @@ impl Hub {
         Ok(files_of(&dataset, glob)?.into_iter().map(file).collect())
     }
 
-    /// The dataset at the commit that its revision has at the first time.
+    /// Returns the dataset at the commit that its revision has at the first time.
     fn open(&mut self, id: &str, revision: Option<String>) -> Result<Arc<Dataset>> {
         let is_it =
             |(named, dataset): &&(_, Arc<Dataset>)| *named == revision && dataset.id() == id;
@@ -76,7 +76,7 @@ impl Hub {
     }
 }
 
-/// The files of a dataset that a pattern matches. Only the folder before the first wildcard is listed.
+/// Returns the files of a dataset that a pattern matches. Only the folder before the first wildcard is listed.
 fn files_of(dataset: &Dataset, glob: &str) -> Result<Vec<moh_hf::hub::RemoteFile>> {
     let (folder, is_deep) = folder_of(glob);
     let mut listed = dataset.list(folder, is_deep)?;
@@ -111,7 +111,7 @@ fn files_of(dataset: &Dataset, glob: &str) -> Result<Vec<moh_hf::hub::RemoteFile
     Ok(files)
 }
 
-/// The deepest folder that contains every match of a pattern, and whether a match can lie in a folder below it.
+/// Returns the deepest folder that contains every match of a pattern, and whether a match can lie in a folder below it.
 fn folder_of(glob: &str) -> (&str, bool) {
     let wildcard = glob.find(['*', '?', '[']).unwrap_or(glob.len());
     let end = glob[..wildcard].rfind('/').map_or(0, |slash| slash + 1);

@@ -46,7 +46,7 @@ pub(crate) fn train(session: &Session<'_>, comparison: &Comparison) -> anyhow::R
     }
 }
 
-/// The places of the runs in their order, as the first rank finds it.
+/// Returns the places of the runs in their order, as the first rank finds it.
 fn order(session: &Session<'_>, comparison: &Comparison) -> anyhow::Result<Vec<usize>> {
     let order = match session.is_first() {
         true => {
@@ -58,8 +58,8 @@ fn order(session: &Session<'_>, comparison: &Comparison) -> anyhow::Result<Vec<u
     Ok(order.split_whitespace().map(str::parse).collect::<Result<_, _>>()?)
 }
 
-/// Whether the run is trained now, as the first rank decides for all. A run that may not take a step in the time
-/// that is left is not begun after another one.
+/// Returns whether the run is trained now, as the first rank decides for all. A run that may not take a step in the
+/// time that is left is not begun after another one.
 fn is_next(
     session: &Session<'_>,
     comparison: &Comparison,
@@ -86,7 +86,7 @@ fn is_next(
     }
 }
 
-/// The run, and where it begins.
+/// Returns the run, and where it begins.
 fn announcement(comparison: &Comparison, run: &PlannedRun) -> String {
     let stages = |count: usize| {
         let names = run.recipe.stages.iter().take(count).map(|stage| stage.name.as_str());

@@ -14,7 +14,7 @@ pub(super) struct Row<'a> {
     pub results: Results,
 }
 
-/// The table, the losses of further validation sets below those of the first, and the keys that each variant
+/// Returns the table, the losses of further validation sets below those of the first, and the keys that each variant
 /// changes.
 pub(super) fn table(rows: &[Row<'_>]) -> String {
     let moments = moments(rows);
@@ -38,7 +38,7 @@ pub(super) fn table(rows: &[Row<'_>]) -> String {
     out
 }
 
-/// The names of the moments of all variants, in the order of the runs.
+/// Returns the names of the moments of all variants, in the order of the runs.
 fn moments(rows: &[Row<'_>]) -> Vec<String> {
     let mut moments: Vec<String> = Vec::new();
     for row in rows {
@@ -75,7 +75,7 @@ fn header(moments: &[String]) -> Vec<String> {
 /// Marks a loss that cannot be compared with those of the first variant.
 const OTHER: char = '*';
 
-/// The lines of a variant, one of `rows`: of its first validation set, and of the others.
+/// Returns the lines of a variant, one of `rows`: of its first validation set, and of the others.
 fn of_row(row: &Row<'_>, moments: &[String], rows: &[Row<'_>]) -> Vec<Vec<String>> {
     let results = &row.results;
     // A stage that went on has several ends, of which the last counts.

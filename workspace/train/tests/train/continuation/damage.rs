@@ -26,7 +26,7 @@ const FILES: [&str; 6] = [
     "second_moment.safetensors",
 ];
 
-/// The recipe in the directory `copy`, of a run that was killed at step 9.
+/// Returns the recipe in the directory `copy`, of a run that was killed at step 9.
 fn killed(place: &TestRun) -> Recipe {
     let recipe = place.recipe_in("copy", &[]);
     killed_at(&place.recipe(&[]), &[(9, &recipe.run.dir)]);

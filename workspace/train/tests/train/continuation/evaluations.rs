@@ -30,7 +30,7 @@ fn stop_in(recipe: &Recipe, batch: Option<usize>, evaluation: Option<usize>) -> 
     .unwrap()
 }
 
-/// The tokens' use of the heads, as the run without an interruption records it.
+/// Returns the tokens' use of the heads, as the run without an interruption records it.
 fn routing() -> &'static str {
     static ROUTING: OnceLock<String> = OnceLock::new();
     ROUTING.get_or_init(|| {

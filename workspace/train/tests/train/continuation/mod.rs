@@ -53,7 +53,7 @@ fn uninterrupted(overrides: &[&str]) -> Results {
     finish(&TestRun::new().recipe(overrides))
 }
 
-/// Names below a run directory that no finished run has.
+/// Returns the names below a run directory that no finished run has.
 fn remains(recipe: &Recipe) -> Vec<PathBuf> {
     let is_remain = |path: &PathBuf| path.to_string_lossy().contains(".tmp-");
     files(&recipe.run.dir).into_keys().filter(is_remain).collect()

@@ -13,7 +13,8 @@ use super::{STEPS, killed_at};
 use crate::support::driver::{finish, finish_in_parts, reference, refusal, refuses, stop_at};
 use crate::support::{TestRun, files, move_tokens, run_of, token_files, write_tokens};
 
-/// A directory with a second file, and overrides that give each stage a mixture and a sequence length of its own.
+/// Returns a directory with a second file, and overrides that give each stage a mixture and a sequence length of its
+/// own.
 fn mixtures() -> (TestRun, [String; 4]) {
     let place = TestRun::new();
     let dir = place.dir.path().display().to_string();
@@ -112,7 +113,7 @@ fn a_stage_with_its_own_data_may_be_appended_and_grow() {
     assert!(found.metrics[..10] == whole.metrics);
 }
 
-/// The windows that the stages read, by file and position.
+/// Returns the windows that the stages read, by file and position.
 fn windows(recipe: &Recipe, training: &[TrainingData]) -> Vec<(u64, u64)> {
     let mut samples = 0u64..0;
     let mut found = Vec::new();

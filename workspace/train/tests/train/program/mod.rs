@@ -25,7 +25,7 @@ use moh_testkit::programs::{program, trainable, two_stages};
 /// The validation of the recipe.
 const VALIDATION: &str = "validation = { path = \"held-out\", batches = 2, every_steps = 9 }";
 
-/// A directory with a model, a token file and a recipe of two stages of 60 steps.
+/// Returns a directory with a model, a token file and a recipe of two stages of 60 steps.
 fn prepared() -> tempfile::TempDir {
     let stages = two_stages([3840, 3840], 64);
     trainable(&format!("{VALIDATION}\n{stages}\n[checkpoint]\nevery_steps = 7\n"))

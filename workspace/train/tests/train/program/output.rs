@@ -49,7 +49,7 @@ fn lines_name_data_stages_and_evaluations() {
     assert!(table.contains("bits per byte"), "{table}");
 }
 
-/// The commands that a run prints at its end, as words.
+/// Returns the commands that a run prints at its end, as words.
 fn next_commands(table: &str) -> Vec<Vec<String>> {
     let commands = table.split_once("\nTry next:\n").unwrap().1;
     let commands = commands.lines().take_while(|line| line.starts_with("  "));

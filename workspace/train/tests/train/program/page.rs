@@ -7,7 +7,7 @@ use super::PROGRAM;
 use moh_testkit::programs::{assert_has, program, success, trainable, two_stages};
 use moh_testkit::whole_page::check;
 
-/// The page of a run, made by the program beside this one.
+/// Returns the page of a run, made by the program beside this one.
 pub(crate) fn page(run: &Path) -> String {
     let report = Path::new(PROGRAM).with_file_name("moh-report");
     let (place, name) = (run.parent().unwrap(), run.file_name().unwrap());

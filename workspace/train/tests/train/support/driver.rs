@@ -91,7 +91,7 @@ pub fn run(recipe: &Recipe) -> Result<Outcome> {
     Start::default().run(recipe)
 }
 
-/// The message of the error with which a recipe ends.
+/// Returns the message of the error with which a recipe ends.
 #[track_caller]
 pub fn refusal(recipe: &Recipe) -> String {
     run(recipe).unwrap_err().to_string()
@@ -109,7 +109,7 @@ pub fn finish(recipe: &Recipe) -> Results {
     Start::default().finish(recipe)
 }
 
-/// The same, from the checkpoint of a step.
+/// Returns the same, from the checkpoint of a step.
 #[track_caller]
 pub fn finish_from(recipe: &Recipe, step: u64) -> Results {
     Start { resume_step: Some(step), ..Start::default() }.finish(recipe)
@@ -163,7 +163,7 @@ pub fn stop_when(recipe: &Recipe, asks: impl Fn(&Event<'_>) -> bool) -> Outcome 
     stopped.unwrap()
 }
 
-/// The results of the recipe as it stands.
+/// Returns the results of the recipe as it stands.
 pub fn reference() -> &'static Results {
     static REFERENCE: OnceLock<Results> = OnceLock::new();
     REFERENCE.get_or_init(|| finish(&TestRun::new().recipe(&[])))

@@ -32,7 +32,7 @@ pub enum Fault {
     Absent,
 }
 
-/// A directory with the token files of the small recipe, in which these samples have a fault, and a model.
+/// Returns a directory with the token files of the small recipe, in which these samples have a fault, and a model.
 pub fn test_run(samples: &[u64], fault: Fault) -> TestRun {
     let place = TestRun::new();
     let (text, vocab_size) = (place.path("text"), 64 + samples.len());

@@ -29,7 +29,7 @@ learning_rate = { max = 5e-3, min = 1e-3, warmup_steps = 1 }
 every_steps = 5
 "#;
 
-/// A directory with a model, a token file and a recipe.
+/// Returns a directory with a model, a token file and a recipe.
 pub fn prepared() -> tempfile::TempDir {
     trainable(RECIPE)
 }
@@ -44,7 +44,7 @@ pub fn mpirun(dir: &Path, words: &[String]) -> Command {
     command
 }
 
-/// The arguments of `moh-train` for that recipe, with overrides.
+/// Returns the arguments of `moh-train` for that recipe, with overrides.
 pub fn arguments(overrides: &[&str]) -> Vec<String> {
     let mut words = ["--recipe", "recipe.toml"].map(str::to_owned).to_vec();
     for change in overrides {
@@ -95,7 +95,7 @@ impl Drop for Job {
     }
 }
 
-/// The recorded losses of a run's steps.
+/// Returns the recorded losses of a run's steps.
 pub fn losses(run: &Path) -> Vec<f64> {
     let lines = metrics::read(&run.join("metrics.jsonl")).unwrap();
     lines.iter().map(|line| line.loss).collect()
@@ -115,7 +115,7 @@ pub fn wait_for_steps(run: &Path, steps: usize) {
     wait_until(Duration::from_secs(120), &format!("{steps} steps"), || made() >= steps);
 }
 
-/// The process of rank `rank` of the job in `dir`.
+/// Returns the process of rank `rank` of the job in `dir`.
 pub fn process_of(dir: &Path, rank: usize) -> Option<u32> {
     let variable = format!("OMPI_COMM_WORLD_RANK={rank}");
     fs::read_dir("/proc").unwrap().find_map(|entry| {

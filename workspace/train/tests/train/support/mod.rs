@@ -95,7 +95,7 @@ impl TestRun {
         recipe
     }
 
-    /// The recipe in a run directory of another name.
+    /// Returns the recipe in a run directory of another name.
     pub fn recipe_in(&self, name: &str, overrides: &[&str]) -> Recipe {
         let mut recipe = self.recipe(overrides);
         recipe.run.dir = self.path(name);
@@ -114,7 +114,7 @@ impl TestRun {
     }
 }
 
-/// The recipe with the layouts of its stages: tensor-parallel ranks, stages of a pipeline, and chunks of each.
+/// Returns the recipe with the layouts of its stages: tensor-parallel ranks, stages of a pipeline, and chunks of each.
 pub fn arranged(mut recipe: Recipe, layouts: [[usize; 3]; 2]) -> Recipe {
     for (stage, [tensor, pipeline, virtual_stages]) in recipe.stages.iter_mut().zip(layouts) {
         stage.parallel = ParallelOptions { tensor, pipeline, virtual_stages };
@@ -159,7 +159,7 @@ pub fn write_tokens_with(prefix: &Path, seed: u64, documents: u64, others: &BTre
     writer.finish(TokenFileInfo::default()).unwrap();
 }
 
-/// The files of a token file.
+/// Returns the files of a token file.
 pub fn token_files(prefix: &Path) -> [PathBuf; 3] {
     ["bin", "idx", "json"].map(|ending| prefix.with_extension(ending))
 }

@@ -33,7 +33,7 @@ impl Results {
     }
 }
 
-/// The lines of a run's metrics, without the speeds.
+/// Returns the lines of a run's metrics, without the speeds.
 pub fn metrics_of(root: &Path) -> Vec<Value> {
     let text = fs::read_to_string(RunDirectory::new(root).metrics()).unwrap();
     assert!(text.ends_with('\n'));

@@ -49,7 +49,7 @@ impl QueryNorm for Cpu {
     }
 }
 
-/// The range of the local queries that have a column in a token's row.
+/// Returns the range of the local queries that have a column in a token's row.
 fn local_queries(routing: &Routing<Cpu>, shape: &QkvShape) -> Range<usize> {
     routing.local_leading() * shape.head_dim..shape.heads * shape.head_dim
 }

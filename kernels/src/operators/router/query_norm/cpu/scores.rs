@@ -6,7 +6,7 @@ use crate::Heads;
 /// The square and the norm of a shared head.
 pub(super) const SHARED: f64 = -1.0;
 
-/// Whether a square or a norm is that of a shared head.
+/// Returns whether a square or a norm is that of a shared head.
 #[inline(always)]
 pub(super) fn is_shared(norm: f64) -> bool {
     norm < 0.0

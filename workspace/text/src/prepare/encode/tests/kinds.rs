@@ -68,7 +68,7 @@ pub(crate) struct Kind {
 }
 
 impl Kind {
-    /// The tokenizer as the slower library loads it.
+    /// Returns the tokenizer as the slower library loads it.
     pub(crate) fn load(&self) -> TextTokenizer {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("tokenizer.json"), self.json.to_string()).unwrap();
@@ -197,7 +197,7 @@ fn added(contents: &[&str], first: u32, flags: &[&str]) -> Value {
     contents.iter().zip(first..).map(|(content, id)| described(content, id, flags, true)).collect()
 }
 
-/// A post-processor whose ids are filled in when the tokens are known.
+/// Returns a post-processor whose ids are filled in when the tokens are known.
 fn template(token: &str, single: Value) -> Value {
     json!({"type": "TemplateProcessing", "single": single, "pair": [
         {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}},

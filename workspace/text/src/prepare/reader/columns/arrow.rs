@@ -35,7 +35,7 @@ pub(in super::super) struct Arrow {
     options: Arc<ReadOptions>,
 }
 
-/// The schema at the start of a table, behind the file format's mark.
+/// Returns the schema at the start of a table, behind the file format's mark.
 fn schema(path: &Path, input: &mut Decoded, mark: usize) -> Result<Arc<Schema>> {
     let start = input.peek(mark + PREFIX_BYTES)?;
     let length = start.get(mark + 4..mark + PREFIX_BYTES).and_then(|bytes| bytes.try_into().ok());
@@ -51,7 +51,7 @@ fn open<R: Read>(path: &Path, input: R, wanted: Option<Vec<usize>>) -> Result<St
     guarded(path, || StreamReader::try_new(input, wanted).map_err(|error| fault(path, error)))
 }
 
-/// The length of the file format's mark and the zeros after it, with which some writers fill 64 bytes.
+/// Returns the length of the file format's mark and the zeros after it, with which some writers fill 64 bytes.
 fn mark_bytes(start: &[u8]) -> usize {
     let zeros = start.strip_prefix(ARROW_FILE).map(|rest| {
         let length = rest.iter().take_while(|&&byte| byte == 0).count();
@@ -133,7 +133,7 @@ impl Arrow {
         Ok(())
     }
 
-    /// The rows that are left of a batch, or the next batch that has some.
+    /// Returns the rows that are left of a batch, or the next batch that has some.
     fn next_batch(&mut self) -> Result<Option<RecordBatch>> {
         loop {
             if let Some(batch) = self.batch.take().filter(|batch| batch.num_rows() > 0) {

@@ -31,7 +31,7 @@ enum Values<'a> {
 type ValueOf<'a> = Box<dyn Fn(usize) -> Value<'a> + Send + 'a>;
 
 impl<'a> Cells<'a> {
-    /// The cells of the column at the end of these names; `None` if it is missing.
+    /// Returns the cells of the column at the end of these names; `None` if it is missing.
     pub(super) fn find(batch: &'a RecordBatch, names: &[&str]) -> Option<Self> {
         let (first, rest) = names.split_first()?;
         let mut column: &'a dyn Array = &**batch.column_by_name(first)?;
@@ -73,7 +73,7 @@ impl<'a> Cells<'a> {
         Self { columns: vec![column], values }
     }
 
-    /// Bytes of the value in a row, about.
+    /// Returns the bytes of the value in a row, about.
     pub(super) fn bytes(&self, row: usize) -> usize {
         match &self.values {
             Values::Text(_) => match self.value(row) {
@@ -85,7 +85,7 @@ impl<'a> Cells<'a> {
         }
     }
 
-    /// The lists and structures of a row that is not null.
+    /// Returns the lists and structures of a row that is not null.
     pub(super) fn nested(&self, row: usize) -> Option<&Nested<'a>> {
         match &self.values {
             Values::Nested(nested) if !self.is_null(row) => Some(nested),
@@ -117,7 +117,7 @@ fn texts<'a>(texts: impl ArrayAccessor<Item = &'a str> + 'a) -> Values<'a> {
     Values::Text(Box::new(move |row| Value::Text(texts.value(row))))
 }
 
-/// Bytes that may be a text.
+/// Returns the bytes that may be a text.
 fn bytes<'a>(values: impl ArrayAccessor<Item = &'a [u8]> + 'a) -> Values<'a> {
     Values::Text(Box::new(move |row| {
         str::from_utf8(values.value(row)).map_or(Value::Other, Value::Text)

@@ -30,7 +30,7 @@ fn guarded<T>(path: &Path, read: impl FnOnce() -> Result<T>) -> Result<T> {
     quietly(read).unwrap_or_else(|| Err(damaged(path, "a length or an offset is wrong")))
 }
 
-/// The error of a table that cannot be read.
+/// Returns the error of a table that cannot be read.
 fn damaged(path: &Path, reason: impl Display) -> Error {
     // Some reasons are followed by where they were found, line by line.
     let reason = reason.to_string();
@@ -52,7 +52,7 @@ impl Rows {
         columns.map(|cells| rows.clone().map(|row| cells.bytes(row)).sum::<usize>()).sum()
     }
 
-    /// The chunk of a part's rows; the part comes after `before` rows of the table.
+    /// Returns the chunk of a part's rows; the part comes after `before` rows of the table.
     fn chunk(
         batch: RecordBatch,
         before: u64,
@@ -83,7 +83,7 @@ pub(super) fn records<'a>(
     })
 }
 
-/// The wanted columns in the order of the slots: that which is literally the path, and that at its end.
+/// Returns the wanted columns in the order of the slots: that which is literally the path, and that at its end.
 fn columns<'a>(batch: &'a RecordBatch, fields: &Fields) -> impl Iterator<Item = Option<Cells<'a>>> {
     fields.paths().iter().flat_map(|path| {
         let literal = Cells::find(batch, &[path]);
@@ -93,7 +93,7 @@ fn columns<'a>(batch: &'a RecordBatch, fields: &Fields) -> impl Iterator<Item = 
     })
 }
 
-/// The first rows of a batch, which make a chunk, and the others. Nothing is copied.
+/// Returns the first rows of a batch, which make a chunk, and the others. Nothing is copied.
 fn split(batch: RecordBatch, options: &ReadOptions) -> (RecordBatch, Option<RecordBatch>) {
     let columns: Vec<_> = columns(&batch, &options.fields).flatten().collect();
     let (mut rows, mut bytes) = (0, 0);

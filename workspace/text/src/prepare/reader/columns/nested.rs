@@ -16,7 +16,7 @@ pub(super) enum Nested<'a> {
     Struct(Vec<(&'a str, Cells<'a>)>),
 }
 
-/// Whether a column of this type has lists.
+/// Returns whether a column of this type has lists.
 pub(super) fn is_list(kind: &DataType) -> bool {
     matches!(kind, DataType::List(_) | DataType::LargeList(_) | DataType::FixedSizeList(..))
 }
@@ -38,7 +38,7 @@ impl<'a> Nested<'a> {
         Some(Self::List(list, Box::new(Cells::of(&**list.values()))))
     }
 
-    /// Bytes of the values in a row, about.
+    /// Returns the bytes of the values in a row, about.
     pub(super) fn bytes(&self, row: usize) -> usize {
         match self {
             Self::Struct(fields) => {
@@ -48,7 +48,7 @@ impl<'a> Nested<'a> {
         }
     }
 
-    /// The value in a row, which is not null, of the field with this name.
+    /// Returns the value in a row, which is not null, of the field with this name.
     pub(super) fn json(&self, name: &str, row: usize) -> Json {
         match self {
             Self::Struct(fields) => {

@@ -104,7 +104,7 @@ impl Table {
     }
 }
 
-/// The columns with views in the place of other strings.
+/// Returns the columns with views in the place of other strings.
 fn views(columns: &Columns) -> Columns {
     let view = |column: &FieldRef| -> FieldRef {
         let kind = match column.data_type() {
@@ -132,7 +132,7 @@ struct Group {
 }
 
 impl Group {
-    /// The rows that are left of a batch, or the next batch.
+    /// Returns the rows that are left of a batch, or the next batch.
     fn next_batch(&mut self) -> Result<Option<RecordBatch>> {
         if let Some(batch) = self.batch.take() {
             return Ok(Some(batch));

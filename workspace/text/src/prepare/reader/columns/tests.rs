@@ -32,7 +32,7 @@ fn text(row: usize) -> String {
     format!("text {row} \u{e4}").repeat(row % 7)
 }
 
-/// A table with a column of every type of text, and others.
+/// Returns a table with a column of every type of text, and others.
 fn table() -> RecordBatch {
     let texts: Vec<String> = (0..ROWS).map(text).collect();
     let texts = || texts.iter().map(String::as_str);
@@ -73,7 +73,7 @@ fn parquet(table: &RecordBatch, properties: WriterProperties) -> Vec<u8> {
     writer.into_inner().unwrap()
 }
 
-/// A table in several row groups with small pages.
+/// Returns a table in several row groups with small pages.
 fn parquet_in_groups(table: &RecordBatch, compression: Compression) -> Vec<u8> {
     let properties = WriterProperties::builder()
         .set_compression(compression)
@@ -354,7 +354,7 @@ fn open_metadata(bytes: &[u8]) -> parquet::file::metadata::ParquetMetaData {
     parquet::file::metadata::ParquetMetaDataReader::new().parse_and_finish(&file).unwrap()
 }
 
-/// A table with large texts, one of them longer than the others.
+/// Returns a table with large texts, one of them longer than the others.
 fn large() -> RecordBatch {
     let long = "long words ".repeat(200_000);
     let texts =
