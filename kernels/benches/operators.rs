@@ -1,9 +1,9 @@
 //! Throughput of every operator, forward and backward: `cargo bench -p moh-kernels`, or with
-//! `-- attention` after it for some of them. One item is one floating-point operation (so Gitem/s
-//! is GFLOP/s); for operators limited by memory bandwidth, bytes are counted. The cases
-//! and their shapes are those of `moh_kernels::cases`, which `moh-bench operators` runs too.
+//! `-- attention` after it for some operators. One item is one floating-point operation (so Gitem/s
+//! is GFLOP/s); for operators limited by memory bandwidth, bytes are counted. The cases and their
+//! shapes come from `moh_kernels::cases`, which `moh-bench operators` also runs.
 
-// A bench stops if an operator refuses its arguments.
+// A bench stops if an operator rejects its arguments.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;

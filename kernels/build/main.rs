@@ -9,7 +9,7 @@ use std::process::Command;
 
 /// The unit that includes all kernels.
 const KERNELS: &str = "src/operators/kernels.cu";
-/// The same for the CPU, with the functions that launch them there.
+/// The unit for the CPU: all kernels, with the functions that launch them.
 const EMULATOR: &str = "src/device/cuda/emulator/emulator.cc";
 /// The architectures of the kernels unless MOH_CUDA_ARCHITECTURES is set: Ampere, as machine code
 /// and as PTX for later GPUs, and Hopper.
@@ -38,8 +38,8 @@ fn main() {
     }
 }
 
-/// Tells Cargo to run this script again when the kernels' sources or the variables that choose their compilers change. A
-/// build without kernels does not depend on them: with another `PATH`, such as pip's, it compiles nothing again.
+/// Makes Cargo rerun this script when the kernels' sources or the variables that choose their compilers change. A
+/// build without kernels does not depend on them: with another `PATH`, such as pip's, nothing is compiled again.
 fn rerun_with_the_compilers() {
     println!("cargo::rerun-if-changed=src");
     for variable in
@@ -96,8 +96,8 @@ fn compile_for_gpus(out: &Path) {
     for architecture in architectures.split(',') {
         let real = format!("arch=compute_{architecture},code=sm_{architecture}");
         command.arg(format!("-gencode={real}"));
-        // Code of an architecture with a letter runs on that one only; the PTX of others also runs
-        // on later GPUs, whose driver compiles it.
+        // Code of an architecture with a letter runs only on that architecture. PTX of other architectures also
+        // runs on later GPUs, after their driver has compiled it.
         if architecture.bytes().all(|byte| byte.is_ascii_digit()) {
             let later = format!("arch=compute_{architecture},code=compute_{architecture}");
             command.arg(format!("-gencode={later}"));
@@ -127,7 +127,7 @@ fn compile_for_the_cpu(out: &Path) {
     command.args(["-x", "c++", "-std=c++17", "-O2", "-Wno-unknown-pragmas"]);
     command.args(["-Wno-psabi", "-fPIC", "-c"]);
     run(command.arg(EMULATOR).arg("-o").arg(&object), "install a C++ compiler, or set CXX");
-    // A new archive: `ar` would keep the members of an earlier one.
+    // A new archive: `ar` would keep the members of an earlier archive.
     let _ = std::fs::remove_file(&library);
     run(Command::new("ar").arg("crs").arg(&library).arg(&object), "install binutils");
     println!("cargo::rustc-link-search=native={}", out.display());

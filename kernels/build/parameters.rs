@@ -2,7 +2,7 @@
 //! writes the same structs in Rust.
 //!
 //! A field has the same size and alignment in both languages, so `repr(C)` gives it the same
-//! offset, and `Pod` refuses a struct with padding.
+//! offset, and `Pod` rejects a struct with padding.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -15,7 +15,7 @@ const MARK: &str = "PARAMETERS ";
 pub struct Structs(BTreeMap<String, String>);
 
 impl Structs {
-    /// Adds the structs of a source; fails at a field that is not in one of the forms of `fields`.
+    /// Adds the structs of a source; fails at a field with a form that `fields` does not support.
     pub fn read(&mut self, source: &str) -> Result<(), String> {
         let (mut namespace, mut comment) = (String::new(), String::new());
         let mut lines = source.lines().map(str::trim);
@@ -47,7 +47,7 @@ impl Structs {
         Ok(())
     }
 
-    /// Returns a module for each namespace, in which the others' structs are named as in C++.
+    /// Returns a module for each namespace. A module refers to the others' structs by their names in C++.
     pub fn text(&self) -> String {
         let module = |(namespace, structs): (&String, &String)| match namespace.as_str() {
             "" => structs.clone(),
@@ -84,7 +84,7 @@ fn fields_of<'a>(lines: &mut impl Iterator<Item = &'a str>) -> Result<String, St
     Err("a struct does not end".into())
 }
 
-/// Returns the fields of a line: `TYPE NAME;`, `TYPE* NAME;`, `TYPE NAME[COUNT];`, or of several names
+/// Returns the fields of a line: `TYPE NAME;`, `TYPE* NAME;`, `TYPE NAME[COUNT];`, or for several names
 /// `TYPE NAME, NAME;` and `TYPE *NAME, *NAME;`.
 fn fields(line: &str) -> Option<String> {
     let line = line.strip_suffix(';')?;

@@ -18,7 +18,7 @@ pub struct Kernel {
     /// Bytes of spilled registers per thread, stored to memory and loaded from it.
     pub spill_stores: u32,
     pub spill_loads: u32,
-    /// Bytes of shared memory beside the dynamic ones.
+    /// Bytes of static shared memory.
     pub shared_bytes: u32,
 }
 

@@ -1,4 +1,4 @@
-//! A device with all operators. Each operator is a trait of its own, declared beside its formula and
+//! A device with all operators. Each operator has its own trait, declared beside its formula and
 //! implemented for [`crate::Cpu`] in its folder's `cpu.rs` and for a GPU in its `cuda.rs`.
 
 use crate::adamw::Optimizer;
@@ -38,8 +38,9 @@ macro_rules! backend {
         ///
         /// `T` is the type of weights and activations, `G` of gradients, `M` of the optimiser's
         /// moments. Every operator may run asynchronously until [`crate::Memory::synchronize`] or
-        /// [`crate::Memory::download`], and refuses buffers whose lengths do not fit its shape;
-        /// it fails if the device fails. Matrices are row-major, a linear layer's weight is `[outputs, inputs]`, and `kernels/README.md` defines the shape letters.
+        /// [`crate::Memory::download`]. An operator rejects buffers of lengths that do not fit its shape;
+        /// it fails if the device fails. Matrices are row-major, a linear layer's weight is `[outputs, inputs]`, and
+        /// `kernels/README.md` defines the shape letters.
         pub trait Backend: Workspace $(+ $operator)+ {}
 
         impl<D: Workspace $(+ $operator)+> Backend for D {}

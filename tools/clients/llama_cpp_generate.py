@@ -1,8 +1,8 @@
-"""Generates with llama.cpp's server, in a process of its own: reads a job from standard input, writes the answers to
+"""Generates with llama.cpp's server, in a separate process: reads a job from standard input, writes the answers to
 a file.
 
-The job is a JSON object: `model`, a GGUF file; `context`, the most tokens of a prompt with its answer; `vocabulary`,
-its size; `prompts`, which are answered one after another; `max_tokens`, and `out`.
+The job is a JSON object: `model`, a GGUF file; `context`, the maximum tokens of a prompt with its answer;
+`vocabulary`, its size; `prompts`, which are answered one after another; `max_tokens`, and `out`.
 """
 
 import json
@@ -23,7 +23,8 @@ def start(path, context):
 
 
 def complete(server, prompt, count, vocabulary):
-    """Tokens of greedy generation, up to one that ends the text, each with the log-probabilities of all."""
+    """Yields the tokens of greedy generation, up to a token that ends the text, each with the log-probabilities
+    of all tokens."""
     answer = server.handle_completions(
         {"prompt": prompt, "max_tokens": count, "temperature": 0, "logprobs": vocabulary}
     )
@@ -34,7 +35,7 @@ def complete(server, prompt, count, vocabulary):
 
 def answer(server, prompt, count, vocabulary):
     tokens, values = [], {}
-    # The end of a text is a token as any other.
+    # The end of a text is a token like any other.
     while len(tokens) < count:
         for token, by_token in complete(server, prompt + tokens, count - len(tokens), vocabulary):
             values[len(prompt) + len(tokens)] = by_token

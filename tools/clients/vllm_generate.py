@@ -1,14 +1,14 @@
-"""Generates with vLLM, in a process of its own: reads a job from standard input, writes the answers to a file.
+"""Generates with vLLM, in a separate process: reads a job from standard input, writes the answers to a file.
 
-The job is a JSON object: `model`, `options` of the engine, `batches` of prompts, which are answered one batch after
-another, `max_tokens`, `score_prompts` and `out`.
+The job is a JSON object: `model`, `options` of the engine, `batches` of prompts, which are answered one batch
+after another, `max_tokens`, `score_prompts` and `out`.
 """
 
 import json
 import os
 import sys
 
-# A gibibyte of keys and values is more than enough, and a fault is to be seen here.
+# A gibibyte of keys and values is more than enough. Faults must be visible.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -18,7 +18,7 @@ from vllm import LLM, SamplingParams
 
 
 def dense(by_token):
-    """Log-probabilities in the order of the vocabulary."""
+    """Returns log-probabilities in the order of the vocabulary."""
     return [by_token[token].logprob for token in range(len(by_token))]
 
 

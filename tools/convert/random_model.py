@@ -48,13 +48,13 @@ QWEN3_32_HEADS = LLAMA3_8B | {
 SHAPES = {"llama3-8b": LLAMA3_8B, "llama3-1b": LLAMA3_1B, "qwen3-32-heads": QWEN3_32_HEADS}
 
 SHARD_BYTES = 5_000_000_000
-# Random values that the weights repeat: a prime, so that no two rows of a matrix are equal.
+# Random values that the weights repeat. Their number is a prime, so that no two rows of a matrix are equal.
 BLOCK_VALUES = 4_194_301
 DEVIATION = 0.02
 
 
 def shapes(config):
-    """The tensors in the order of transformers: by name within a layer."""
+    """Yields the tensors in the order of transformers: by name within a layer."""
     hidden, mlp, vocab = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
     heads, kv_heads, width = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     yield "model.embed_tokens.weight", [vocab, hidden]
@@ -87,7 +87,7 @@ def num_bytes(shape):
 
 
 def shards(config):
-    """The tensors of each file."""
+    """Returns the tensors of each file."""
     found, size = [[]], 0
     for name, shape in shapes(config):
         if size > 0 and size + num_bytes(shape) > SHARD_BYTES:
@@ -99,7 +99,7 @@ def shards(config):
 
 
 def bf16(value):
-    """The upper half of an f32."""
+    """Returns the upper half of an f32."""
     return struct.pack("<f", value)[2:]
 
 
@@ -126,7 +126,7 @@ class Weights:
 
 
 def write_model(directory: Path, config):
-    """Writes a model directory; returns the bytes of its weights."""
+    """Writes a model directory. Returns the bytes of its weights."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     weights, weight_map, total = Weights(), {}, 0
@@ -153,7 +153,8 @@ def write_model(directory: Path, config):
 
 
 def apart(write, *arguments):
-    """Calls a function in a process of its own: a program's largest memory includes that of the process which starts it."""
+    """Calls a function in a separate process, since a program's largest memory includes the memory of its parent
+    process."""
     writer = multiprocessing.Process(target=write, args=arguments)
     writer.start()
     writer.join()

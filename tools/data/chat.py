@@ -39,7 +39,7 @@ from transformers.utils.chat_template_utils import _normalize_chat_messages, ren
 SPECIAL = ["<s>", "</s>", "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|im_start|>",
            "<|im_end|>", "[INST]", "[/INST]", "<bos>", "<start_of_turn>", "<end_of_turn>"]
 
-# Each with a place for what begins and what ends the assistant's text.
+# Each template has a place for the start and for the end of the assistant's text.
 LLAMA = """{{- bos_token }}
 {%- for message in messages %}
     {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
@@ -165,8 +165,8 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": "<b> \u00
     "type": "object", "properties": {"n": {"type": "number", "default": 1e-07}, "m": {"default": 2.0}}, "required": []}}}]
 
 
-# What the further templates read: arguments as an object, a text or either, and content as a text, parts or either. Those
-# of a dict are the templates by their names.
+# The types that the further templates read: arguments as an object, a text or either, and content as a text, parts or
+# either. A dict has templates by name.
 LLAMA_TOOLS = """{{- bos_token }}
 {%- if tools is not none %}
     {{- 'Functions:' }}{% for tool in tools %}{{- '\n' + (tool | tojson(indent=2)) }}{% endfor %}{{- '\n\n' }}
@@ -289,8 +289,8 @@ FURTHER = {
 
 
 def generated(count, seed, arguments, content, flat):
-    """Rows with nulls, names of reasoning, tools, weights, parts and large integers. `flat` ones have one type for each
-    key, as a table's columns have."""
+    """Yields rows with nulls, names of reasoning, tools, weights, parts and large integers. With `flat`, each key
+    has a single type, as a table's columns have."""
     chance = random.Random(seed)
     words = ["ship", " left ", "\n", "it's", "\"", "\\", "\u4f60\u597d", "\U0001f6a2", "</s>", "1984", "{", "\t", "\x07", "NaN", "<b>&"]
     def text():
@@ -346,7 +346,7 @@ def generated(count, seed, arguments, content, flat):
 
 
 def as_read(messages, arguments, tools=None):
-    """The messages whose arguments are objects where the template reads objects."""
+    """Returns the messages, with arguments as objects if the template reads objects."""
     messages = copy.deepcopy(messages)
     if arguments == "object" or arguments == "by tools" and tools:
         for message in messages:
@@ -363,7 +363,7 @@ def without_nulls(value):
 
 
 def expected_of(tokenizer, messages, tools):
-    """The ids and the mask: the blocks of the turns that are trained on."""
+    """Returns the ids and the mask: the blocks of the turns that are trained on."""
     rendered, spans = render_jinja_template(
         conversations=[_normalize_chat_messages(messages)], tools=tools, chat_template=tokenizer.get_chat_template(tools=tools),
         return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
@@ -377,7 +377,7 @@ def expected_of(tokenizer, messages, tools):
 
 
 def table(rows):
-    """The rows with all the keys of their messages in each, as tables have them."""
+    """Returns the rows as a table, with the keys of all messages in each message."""
     function = pyarrow.struct([("name", pyarrow.string()), ("arguments", pyarrow.string())])
     call = pyarrow.struct([("id", pyarrow.string()), ("type", pyarrow.string()), ("function", function)])
     part = pyarrow.struct([("type", pyarrow.string()), ("text", pyarrow.string())])
@@ -409,7 +409,7 @@ def compare_further(name, program, server, scratch):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         found, notes = prepare(program, directory, scratch / "out", path)
         if flat:
-            # A table tells no order of keys, and no null from a key that is missing.
+            # A table has no order of keys, and does not distinguish null from a missing key.
             pyarrow.parquet.write_table(rows_of := table(rows), path.with_suffix(".parquet"))
             with pyarrow.ipc.new_file(path.with_suffix(".arrow"), rows_of.schema) as file, pyarrow.ipc.new_stream(path.with_suffix(".stream"), rows_of.schema) as stream:
                 file.write_table(rows_of)
@@ -444,7 +444,7 @@ def compare_further(name, program, server, scratch):
 
 
 def compare_cases(path):
-    """The cases of the crate's test: their texts are transformers' own."""
+    """Compares the cases of the crate's test: their expected texts are transformers' own."""
     different, count = 0, 0
     for case in json.loads(path.read_text()):
         if "text" not in case:
@@ -468,7 +468,7 @@ def compare_cases(path):
 
 
 def compare_served(name, server, tokenizer, directory, rows):
-    """The number of tokens of a prompt and the likeliest token after it, of a chat and of its ids."""
+    """Compares the number of a prompt's tokens and the likeliest token after it, for a chat and for its ids."""
     _, arguments, content = FURTHER[name]
     write_model(directory, len(tokenizer))
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(
@@ -509,7 +509,7 @@ def compare_served(name, server, tokenizer, directory, rows):
 
 
 def write_model(directory, vocabulary):
-    """A Llama of one layer and random weights."""
+    """Writes a Llama with a single layer and random weights."""
     chance = np.random.default_rng(0)
     width, heads, inner = 16, 2, 32
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": width, "num_attention_heads": heads, "num_key_value_heads": heads,
@@ -525,7 +525,7 @@ def write_model(directory, vocabulary):
 
 
 def conversations(count, seed, tools):
-    """Messages with words, scripts, spaces, code and names of special tokens, of one to six turns."""
+    """Yields messages with words, scripts, spaces, code and names of special tokens, in one to six turns."""
     chance = random.Random(seed)
     words = ["the", " ship ", "\n", "left", "\t", "\"quoted\"", "{{ x }}", "{% if %}", "na\u00efve", "\u4f60\u597d",
              "\U0001f6a2", "\r\n", "1984", "  ", "<|im_end|>", "</s>", "def f(x):\n    return x"]
@@ -556,7 +556,7 @@ def write_tokenizer(directory, template, in_files=True):
 
 
 def read(prefix):
-    """The documents of a token file: ids and mask."""
+    """Returns the documents of a token file: ids and mask."""
     index = Path(f"{prefix}.idx").read_bytes()
     sequences = int.from_bytes(index[18:26], "little")
     lengths = np.frombuffer(index, np.int32, sequences, 34)
@@ -584,7 +584,7 @@ def main():
             for kind, begin, end in [("blocks", "{%- generation %}", "{%- endgeneration %}"), ("plain", "", "")]:
                 source = template.replace("BEGIN", begin).replace("END", end)
                 if not begin:
-                    # White space around the places is a block's.
+                    # White space around the places belongs to a block.
                     source = template.replace("BEGIN{", "{").replace("}END", "}")
                 directory = scratch / f"{name}-{kind}"
                 tokenizer = write_tokenizer(directory, source)

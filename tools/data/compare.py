@@ -52,7 +52,7 @@ def run(command, threads):
 
 
 def prepared(programs, tokenizer, text, threads):
-    """Bytes of text, tokens and seconds of the whole command."""
+    """Returns the bytes of text, the tokens and the seconds of the whole command."""
     with tempfile.TemporaryDirectory(dir=text.parent) as directory:
         out = Path(directory) / "tokens"
         started = time.perf_counter()

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 
 def texts(count, seed):
-    """Documents of many lengths: words, line ends, quotes, other scripts, one of a megabyte, some twice."""
+    """Returns documents of many lengths: words, line ends, quotes, other scripts, one of a megabyte, some twice."""
     chance = random.Random(seed)
     words = ["the", "ship", "\n", "left", "\t", "\"quoted\"", "back\\slash", "na\u00efve", "\u4f60\u597d", "\U0001f6a2", "\r\n", "1984", "\u0000"]
     found = [" ".join(chance.choices(words, k=chance.randrange(1, 400))) for _ in range(count)]

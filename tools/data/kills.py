@@ -21,7 +21,7 @@ FILES = 20
 
 
 def inputs(text, repeat, directory):
-    """The files of the text."""
+    """Writes the files of the text."""
     lines = text.read_text(encoding="utf-8").splitlines(keepends=True) * repeat
     for number in range(FILES):
         part = lines[len(lines) * number // FILES : len(lines) * (number + 1) // FILES]
@@ -38,19 +38,21 @@ def inputs(text, repeat, directory):
 
 
 def is_complete(prefix):
-    """Whether a preparation has put its files in place, and has nothing to continue from."""
+    """Returns whether a preparation has published its files and has no state from which to resume."""
     return prefix.with_name(f"{prefix.name}-train.bin").exists() and not any(prefix.parent.glob(f"{prefix.name}*.prepare"))
 
 
 def killed(command, prefix, kills, whole, chance):
-    """Runs a command, which takes `whole` seconds, until it ends, and kills it up to `kills` times; how often it did.
+    """Runs a command, which takes `whole` seconds, until it ends, and kills it up to `kills` times. Returns the
+    number of kills.
 
-    A kill that comes after the files are complete ends it too, because the command refuses to replace them.
+    If a kill comes after the files are complete, it is the last, because the command refuses to replace the
+    files.
     """
     done = 0
     while True:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        # While kills are left, each comes after little enough time for the others to come before the end.
+        # While kills are left, each waits so short a time that the remaining kills come before the end.
         left = kills - done
         patience = chance.uniform(0, 2.5 * whole / (left + 1)) if left else None
         try:

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import numpy
 import torch
 
-# What GPUs need is not installed here.
+# Packages that only GPUs need are not installed here.
 warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed")
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
@@ -36,7 +36,7 @@ TEMPLATE = """{% for message in messages %}{{ message.role + ': ' }}{% if messag
 
 
 def run(*command):
-    """What a program prints; ends this one if it fails."""
+    """Returns the output of a program. Exits if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}: {done.stdout}{done.stderr}")
@@ -44,14 +44,14 @@ def run(*command):
 
 
 def texts(count):
-    """Documents of one to four hundred words."""
+    """Returns documents of one to four hundred words."""
     chance = random.Random(1)
     words = "the ship left a village at dawn and no one on land saw its lights".split()
     return [" ".join(chance.choices(words, k=chance.randrange(1, 400))) for _ in range(count)]
 
 
 def documents_of(dataset):
-    """The tokens of each document of a dataset of Megatron's."""
+    """Returns the tokens of each document of a dataset of Megatron's."""
     bounds = dataset.document_indices
     return [
         numpy.concatenate([dataset[at] for at in range(first, last)])
@@ -60,7 +60,7 @@ def documents_of(dataset):
 
 
 def ids_of(program, prefix, documents):
-    """The tokens of each document, as `moh-data show` prints them."""
+    """Returns the tokens of each document, as `moh-data show` prints them."""
     show = [program, "show", "--json", "--max-tokens", str(1 << 40), prefix, "--doc"]
     return [json.loads(run(*show, str(number)))["ids"] for number in range(documents)]
 
@@ -76,7 +76,7 @@ def same(ours, theirs):
 
 
 def check_ours(program, prefix):
-    """Megatron-core reads a file of `moh-data prepare`."""
+    """Checks that Megatron-core reads a file of `moh-data prepare`."""
     info = json.loads(run(program, "info", "--json", prefix))
     ours = ids_of(program, prefix, info["documents"])
     for mmap in (True, False):
@@ -87,7 +87,7 @@ def check_ours(program, prefix):
 
 
 def check_samples(prefix, ours):
-    """Megatron's samples, in the order that it shuffles them to, are windows of the concatenated documents."""
+    """Checks that Megatron's samples, in their shuffled order, are windows of the concatenated documents."""
     dataset = IndexedDataset(str(prefix))
     config = GPTDatasetConfig(
         random_seed=1,
@@ -116,7 +116,7 @@ def check_samples(prefix, ours):
 
 
 def check_theirs(program, directory, kind):
-    """`moh-data` reads a file of Megatron-core, whose documents have several sequences."""
+    """Checks that `moh-data` reads a file of Megatron-core with several sequences in its documents."""
     chance = random.Random(2)
     prefix = directory / f"megatron-{kind.__name__}"
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=kind)
@@ -134,7 +134,7 @@ def check_theirs(program, directory, kind):
 
 
 def check_mask(program, tokenizer, directory):
-    """The mask of conversations is the `.bin` of a file of Megatron's with the same documents."""
+    """Checks that the mask of conversations is the `.bin` of a file of Megatron's with the same documents."""
     with_template, conversations, prefix = directory / "chat", directory / "chat.jsonl", directory / "masked"
     with_template.mkdir()
     for file in tokenizer.glob("*.json"):
@@ -165,7 +165,7 @@ def check_mask(program, tokenizer, directory):
 
 
 def with_large_vocabulary(tokenizer, directory):
-    """A copy of a tokenizer with so many ids that u16 does not hold them."""
+    """Writes a copy of a tokenizer with more ids than u16 can represent."""
     content = json.loads((tokenizer / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
     first = max([*vocabulary.values(), *(token["id"] for token in content["added_tokens"])]) + 1

@@ -34,10 +34,10 @@ KEPT = 50 * MEGABYTE
 FACTOR = 8
 # Rows of a batch of Arrow.
 BATCH_ROWS = 1000
-# The most of a document.
+# Maximum bytes of a document.
 LARGEST = 256 * MEGABYTE
 
-# Runs a command from a small process: its peak counts that of the process that started it.
+# Runs a command from a small process, since its peak includes the peak of its parent process.
 LAUNCH = """
 import resource, subprocess, sys
 code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
@@ -46,10 +46,10 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024, code)
 
 
 def words(size, seed=1):
-    """Text that compresses to about a third, of a size in bytes."""
+    """Returns text of a size in bytes that compresses to about a third."""
     chance = random.Random(seed)
     known = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=chance.randrange(2, 11))) for _ in range(5000)]
-    # Repeated at a distance that compression does not look back.
+    # Repeats at a distance beyond the window of compression.
     block = " ".join(chance.choices(known, k=1_500_000)) + " "
     return (block * (size // len(block) + 1))[:size]
 
@@ -82,8 +82,9 @@ def line_of_one_letter(path):
 
 
 def cases(large, value):
-    """Of each case the name, a function that writes its inputs into a directory, the bytes that it may take beside
-    --memory, and the share of the documents that is encoded; without one it is refused."""
+    """Returns for each case: the name, a function that writes its inputs into a directory, the bytes that it may
+    use in addition to --memory, and the share of the documents that is encoded. A case without a share is
+    rejected."""
     stream = pyarrow.ipc.new_stream
     texts = {
         "parquet, zstd": lambda path, rows: parquet(path, rows, compression="zstd"),
@@ -124,7 +125,7 @@ def cases(large, value):
 
 
 def run(arguments, directory, path, memory, share):
-    """Peak bytes, exit code, the last line of what was said, and seconds."""
+    """Returns the peak bytes, the exit code, the last line of output, and the seconds."""
     words = [arguments.program, "prepare", "--tokenizer", arguments.tokenizer, "--no-append-eos", "--memory", memory]
     words += ["--out", directory / "out", "--force", "--begin-anew", "--sample", str(share or 1)]
     started = time.perf_counter()

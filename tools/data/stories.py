@@ -18,7 +18,7 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "recipes/quickstart"
 
 
 def stories():
-    """The texts of the quickstart's token file."""
+    """Returns the texts of the quickstart's token file."""
     tokenizer = Tokenizer.from_file(str(QUICKSTART / "tokenizer.json"))
     end = tokenizer.token_to_id("<|end_of_text|>")
     ids = array.array("H", (QUICKSTART / "voyage.bin").read_bytes())

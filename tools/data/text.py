@@ -23,7 +23,7 @@ DOCUMENT = 20_000
 
 
 def files(directory):
-    """The files of the packages, downloaded and unpacked below a directory."""
+    """Yields the files of the packages, downloaded and unpacked below a directory."""
     subprocess.run(["apt-get", "download", *PACKAGES], cwd=directory, check=True)
     for package in sorted(directory.glob("*.deb")):
         subprocess.run(["dpkg-deb", "-x", package, directory / "files"], check=True)
@@ -33,7 +33,7 @@ def files(directory):
 
 
 def documents(path):
-    """The text of a file, without the tags of HTML, in documents."""
+    """Yields the text of a file, without the tags of HTML, in documents."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".html":
         text = re.sub(r"(?s)<(script|style).*?</\1>|<[^>]*>", "", text)

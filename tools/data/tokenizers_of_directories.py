@@ -30,7 +30,7 @@ PROPERTIES = ["single_word", "lstrip", "rstrip", "normalized", "special"]
 
 
 def vocabulary(rng):
-    """The fields of a small BPE tokenizer, some bytes of which may be missing."""
+    """Returns the fields of a small BPE tokenizer. Some bytes may be missing."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,14 +49,14 @@ def vocabulary(rng):
 
 
 def properties(rng):
-    """Those of an added token; mostly a plain special one."""
+    """Returns the properties of an added token, mostly of a plain special token."""
     if rng.random() < 0.6:
         return {name: name == "special" for name in PROPERTIES}
     return {name: rng.random() < 0.25 for name in PROPERTIES}
 
 
 def token(rng, content, typed):
-    """A token of tokenizer_config.json, or of special_tokens_map.json: a text, or an object."""
+    """Returns a token of tokenizer_config.json, or of special_tokens_map.json: a text, or an object."""
     if rng.random() < 0.6:
         return content
     fields = {"content": content, **properties(rng)}
@@ -68,7 +68,7 @@ def some(rng, most=3):
 
 
 def write(rng, directory):
-    """The files of a tokenizer."""
+    """Writes the files of a tokenizer."""
     fields = vocabulary(rng)
     own, size = [], len(fields["model"]["vocab"])
     for content in some(rng, 4):
@@ -132,7 +132,7 @@ def expected(directory, documents):
 
 
 def prepared(program, directory, documents):
-    """The ids of a preparation, or what it says instead."""
+    """Returns the ids of a preparation, or its message instead."""
     lines = directory / "text.jsonl"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     command = [program, "prepare", "--tokenizer", directory, "--out", directory / "out", "--no-append-eos", lines]
@@ -160,7 +160,7 @@ def main():
             documents = texts(rng)
             try:
                 theirs, fault = expected(directory, documents), None
-            except Exception as error:  # Of any kind: the files are random.
+            except Exception as error:  # Any exception: the files are random.
                 theirs, fault = None, error
             ours, said = prepared(arguments.program, directory, documents)
             if theirs is not None and ours == theirs:

@@ -60,7 +60,7 @@ def main():
     tokenizer = train(arguments.text, arguments.vocab_size)
     arguments.out.mkdir(parents=True)
     content = json.loads(tokenizer.to_str())
-    # As in the pre-tokenizer. Decoding does not depend on them, and Python cannot set them.
+    # As in the pre-tokenizer. Decoding does not depend on these fields, and Python cannot set them.
     content["decoder"] |= {"add_prefix_space": False, "use_regex": False}
     names = {"bos_token": BEGIN, "eos_token": END}
     config = names | {"clean_up_tokenization_spaces": False, "tokenizer_class": "PreTrainedTokenizerFast"}

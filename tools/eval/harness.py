@@ -1,6 +1,6 @@
-"""lm-evaluation-harness on local models, on served ones, and on task files (README.md).
+"""lm-evaluation-harness on local models, on served models, and on task files (README.md).
 
-Everything of the harness is imported when it is used, so that --help and errors of arguments need no
+The harness is imported on use, so that --help and errors of arguments need no
 installation.
 """
 
@@ -18,17 +18,17 @@ INSTALL = "python3 -m venv .venv && .venv/bin/pip install -r tools/eval/requirem
 
 
 class Failure(Exception):
-    """What is wrong, where, and what to do, in a sentence."""
+    """The problem, the place, and the remedy, in a sentence."""
 
 
 def offline():
-    """Keeps Hugging Face's libraries, which read this when they are imported, from the network."""
+    """Keeps Hugging Face's libraries from the network. They read these settings when they are imported."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
         os.environ[name] = "1"
 
 
 def require():
-    """Checks that the harness is installed, and quietens it."""
+    """Checks that the harness is installed, and reduces its output."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         import lm_eval  # noqa: F401
@@ -42,7 +42,7 @@ def require():
 
 
 def read_lines(path):
-    """The objects of a file of JSON lines."""
+    """Returns the objects of a file of JSON lines."""
     objects = []
     try:
         with open(path, encoding="utf-8") as file:
@@ -104,7 +104,8 @@ def write_local_task(path, name, folder):
 
 
 def load_model(model, dtype="float32", device="cpu", batch_size=8, max_length=None):
-    """A model of the harness: a directory or a hub id that transformers can load, which reads up to `max_length` tokens."""
+    """Loads a model of the harness from a directory or a hub id that transformers can load. It reads up to
+    `max_length` tokens."""
     require()
     import transformers
     from lm_eval.models.huggingface import HFLM
@@ -130,7 +131,7 @@ def load_model(model, dtype="float32", device="cpu", batch_size=8, max_length=No
 
 @contextlib.contextmanager
 def served_model(program, directory, *options):
-    """A model of the harness: the one in a directory, which a moh-serve serves in f32 meanwhile."""
+    """Yields a model of the harness for a directory that moh-serve serves in f32 in the meantime."""
     require()
     import transformers
     from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -143,7 +144,7 @@ def served_model(program, directory, *options):
             tokenizer=str(directory),
             tokenizer_backend="huggingface",
             add_bos_token=True,
-            # The harness keeps a place for the token that it has generated and does not use.
+            # The harness reserves a place for the token that it has generated and does not use.
             max_length=request(address, "v1/models")["data"][0]["max_model_len"],
             batch_size=16,
         )
@@ -152,7 +153,7 @@ def served_model(program, directory, *options):
 
 
 def leave_texts_open(tokenizer):
-    """Removes what a tokenizer puts after texts, which the harness would leave between context and choice."""
+    """Removes the tokens that a tokenizer adds after texts, which the harness would keep between context and choice."""
     from tokenizers.processors import TemplateProcessing
 
     framed, plain = (tokenizer.encode("a", add_special_tokens=added) for added in (True, False))
@@ -167,7 +168,7 @@ def leave_texts_open(tokenizer):
 
 
 def evaluate(model, tasks, folder=None, limit=None, num_fewshot=None):
-    """The results of the harness on tasks by name; `folder` has those of `write_local_task`."""
+    """Returns the results of the harness on tasks by name. `folder` has the tasks of `write_local_task`."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -192,7 +193,7 @@ def evaluate(model, tasks, folder=None, limit=None, num_fewshot=None):
 
 
 def run(main):
-    """Runs a program; its failures are a line on standard error and exit code 1."""
+    """Runs a program. A failure is a line on standard error and exit code 1."""
     try:
         sys.exit(main())
     except Failure as failure:

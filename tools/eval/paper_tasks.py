@@ -29,7 +29,7 @@ PAPER = (
     Benchmark("CEVAL", "ceval-valid", 5, "acc,none", 52.3, 61.5),
     Benchmark("CMMLU", "cmmlu", 5, "acc,none", 50.7, 64.4),
     Benchmark("GSM8K", "gsm8k", 8, "exact_match,strict-match", 49.5, 56.9),
-    # Others have measured 43.9 for LLaMA3-8B by this metric, so the paper's is probably another one.
+    # Others have measured 43.9 for LLaMA3-8B by this metric, so the paper probably uses another metric.
     Benchmark("TruthfulQA", "truthfulqa_mc2", 0, "acc,none", 35.4, 44.0),
     Benchmark("HellaSwag", "hellaswag", 10, "acc_norm,none", 81.9, 80.1),
     Benchmark("LogiQA", "logiqa", 0, "acc_norm,none", 30.0, 30.3),
@@ -47,7 +47,7 @@ AVERAGE = (61.6, 64.0)
 
 
 def table(scores):
-    """Lines of a table of `scores`, in percent by name, beside the paper's."""
+    """Returns the lines of a table of `scores`, in percent by name, next to the paper's."""
     header = f"{'':<12}{'shots':>6}  {'metric':<12}{'this model':>11}{'LLaMA3-8B':>11}{'MoH-LLaMA3-8B':>15}"
     lines = [header]
     for row in PAPER:

@@ -17,7 +17,7 @@ import paper_tasks  # noqa: E402
 
 
 def program(name):
-    """A program without an extension, as a module."""
+    """Loads a program without an extension as a module."""
     loader = importlib.machinery.SourceFileLoader(name, str(FOLDER / name))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
     loader.exec_module(module)

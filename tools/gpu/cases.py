@@ -1,7 +1,7 @@
 """The cases of each run, cheapest and most informative first.
 
-A case is one command with a time limit. Its name is what `--case` takes and what stands in the
-tables; its kind says how its output is read (`read_output.READERS`) and shown.
+A case is a command with a time limit. `--case` and the tables use its name. Its kind selects the
+reader of its output (`read_output.READERS`) and its table.
 """
 
 import sys
@@ -11,10 +11,10 @@ from pathlib import Path
 RUNS = {"correctness": 420, "speed": 420, "depth": 360}
 
 RECIPE = "recipes/moh-llama3-8b.toml"
-# The longest sequence of the recipe's model, and the same model for longer ones.
+# The longest sequence of the recipe's model, and the same model for longer sequences.
 LONGEST = 8192
 LONG_MODEL = ["--set", "model.config=tools/gpu/long_config.json"]
-# The settings that move the fewest bytes and recompute nothing; weights are still updated in f32.
+# The settings that move the fewest bytes and recompute nothing. Weights are still updated in f32.
 STATE = ["--set", "precision.gradients=bf16", "--set", "precision.moments=bf16",
          "--set", "memory.recompute=none"]
 HEADS = {"dense": ["--dense"], "75%": ["--active", "0.75"],
@@ -22,8 +22,8 @@ HEADS = {"dense": ["--dense"], "75%": ["--active", "0.75"],
 # The recipe's vocabulary, and LLaMA-3-8B's original one.
 VOCABULARY, ORIGINAL_VOCABULARY = 160896, 128256
 
-# Tests of whole modules, in order, with their limits. `hopper` is a path of attention; modules that
-# fail with it are run again without it.
+# Tests of whole modules, in order, with their limits. `hopper` is a path of attention. Modules that
+# fail with this path are run again without it.
 MODULES = ["adamw", "attention", "convert", "cross_entropy", "embedding", "key_value_append",
            "lengths", "qk_norm", "rms_norm", "rope", "router", "sampling", "swiglu", "tensor_parallel"]
 WITH_ATTENTION = ["attention", "devices", "tensor_parallel"]
@@ -46,30 +46,30 @@ STRESS = ["dense", "three_quarters_of_the_heads", "half_of_the_heads", "skewed_r
 SANITIZED = "attention_paths::every_path_of_selected_heads_within_documents_agrees"
 # The test of heads of 64, the less common size.
 SMALL_HEADS = "attention_stress::heads_of_64"
-# compute-sanitizer's filter of kernels whose names contain this.
+# compute-sanitizer's filter of kernels with this part in their names.
 ONLY_HOPPER = ["--kernel-regex", "kns=hopper"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One command, and how to read it."""
+    """A command, and the reader of its output."""
 
     name: str
     kind: str
-    # Seconds for the command itself; the run's deadline may leave fewer.
+    # Seconds for the command itself. The run's deadline may leave fewer.
     seconds: float
     command: list
     variables: dict = field(default_factory=dict)
-    # The case is a retry: skipped unless a case whose name starts with one of these failed.
+    # The case is a retry: skipped unless a case with a name that starts with one of these failed.
     unless_passed: tuple = ()
-    # The directory that the command writes to, if any.
+    # The directory to which the command writes, if any.
     folder: str = ""
-    # The number of tests that the command must run; None for any but 0.
+    # The number of tests that the command must run. With None, any number but 0.
     num_tests: int | None = None
 
 
 def of(run, programs, scratch, tests):
-    """The cases of a run; `tests` are the names that `test-kernels` lists, or none."""
+    """Returns the cases of a run. `tests` are the names that `test-kernels` lists, or none."""
     if run == "correctness":
         return correctness(programs, tests)
     return {"speed": speed, "depth": depth}[run](programs, scratch)
@@ -83,7 +83,7 @@ def correctness(programs, tests):
     kernels = programs / "test-kernels"
 
     def alone(module, seconds):
-        """Each test of a module, dense attention first and heads of 64 last."""
+        """Returns a case for each test of a module, dense attention first and heads of 64 last."""
         names = [name for name in tests if name.startswith(f"{module}::")]
         names.sort(key=lambda name: (name == SMALL_HEADS, "dense" not in name))
         return [Case(name.replace("::", "/"), "tests", seconds,
@@ -106,7 +106,7 @@ def correctness(programs, tests):
     cases.append(Case("devices", "tests", 90,
                       [programs / "test-devices", "devices::", "--include-ignored", "--nocapture", "--test-threads", "4"]))
     known = {"linear", *MODULES, *HOPPER}
-    # Modules that this list does not know.
+    # Modules that are not in this list.
     cases += [together(module, 60) for module in [*MODULES, *sorted(listed - known)]]
     cases.append(Case("nccl", "tests", 60,
                       [programs / "test-nccl", "nccl", "--include-ignored", "--nocapture", "--test-threads", "1"]))
@@ -162,7 +162,7 @@ def speed(programs, _scratch):
         attend(8192, path="tiled"),
         take("dense", 4, limit=60),
         take("75%", 4, limit=60),
-        # All 32 layers take about 110 GiB: on a GPU of 80 GB those cases fail, and these remain.
+        # All 32 layers take about 110 GiB. On a GPU of 80 GB those cases fail, and these cases remain.
         take("75%", 16),
         take("75%", 32, limit=120),
         take("dense", 32, limit=120),
@@ -183,16 +183,16 @@ def speed(programs, _scratch):
         take("dense", 16, "step/16/dense/128256", vocabulary=ORIGINAL_VOCABULARY),
         pytorch("step/16", 150, "step", "--layers", "16", "--length", "8192"),
         take("dense", 32, "step/32/dense/128256", vocabulary=ORIGINAL_VOCABULARY, limit=120),
-        # If memory runs out it recomputes every block, in a second row.
+        # If memory runs out, it recomputes every block, in a second row.
         pytorch("step/32", 180, "step", "--layers", "32", "--length", "8192"),
     ]
 
 
-# Sections, because the names of their metrics are ncu's own affair; all of their rows, because the
-# reasons of stalls and the pipes stand in charts.
+# Sections, because ncu defines the names of their metrics. All of their rows, because the reasons
+# of stalls and the pipes are in charts.
 SECTIONS = ["SpeedOfLight", "MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "WarpStateStats",
             "LaunchStats"]
-# ncu fails the whole command on a name that it does not know: these are separate.
+# ncu fails the whole command on a name that it does not know, so these are separate.
 METRICS = ["gpu__time_duration.sum", "lts__t_sector_hit_rate.pct", "dram__bytes_read.sum",
            "dram__bytes_write.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed",
            "sm__throughput.avg.pct_of_peak_sustained_elapsed",
@@ -201,7 +201,7 @@ METRICS = ["gpu__time_duration.sum", "lts__t_sector_hit_rate.pct", "dram__bytes_
 
 
 def ncu(programs, kernel, *metrics):
-    """The first launches of a kernel: of dense attention, then of 75% of the heads."""
+    """Returns cases of the first launches of a kernel: of dense attention, then of 75% of the heads."""
     name = f"ncu/{kernel}" + ("/metrics" if "--metrics" in metrics else "")
     return Case(name, "ncu", 75, [
         "ncu", "--clock-control", "none", "--kernel-name", f"regex:hopper_{kernel}_d128",
@@ -232,7 +232,7 @@ def depth(programs, scratch):
         sanitize("racecheck", *ONLY_HOPPER),
         ncu(programs, "forward", *sections),
         ncu(programs, "backward", *sections),
-        # The GPU's time in one more step, by kernel.
+        # The GPU's time in another step, by kernel.
         step(programs, "75%", 32, steps=1, limit=120, kind="kernels", more=["--kernels"]),
         ncu(programs, "forward", "--metrics", ",".join(METRICS)),
         ncu(programs, "backward", "--metrics", ",".join(METRICS)),
@@ -241,6 +241,6 @@ def depth(programs, scratch):
         quickstart("gpu-bf16", "cuda", "bf16"),
         quickstart("cpu-f32", "cpu", "f32"),
         pytorch("limits", 60, "limits"),
-        # For all kernels: one reads another's output.
+        # For all kernels: a kernel reads another's output.
         sanitize("initcheck"),
     ]

@@ -1,8 +1,8 @@
-"""Runs one command that can neither hang, flood the output nor outlive this program.
+"""Runs a command that can neither hang, flood the output nor outlive this program.
 
-The command gets a session of its own, so that its whole process group can be ended; its output is
-read into buffers of fixed size, which keep the beginning and the end. Nothing here waits without a
-limit: not for output, and not for a process that the kernel does not let go.
+The command gets its own session, so that its whole process group can be ended. Its output is
+read into buffers of fixed size, which keep the start and the end. Every wait has a limit, also the
+wait for output and for a process that the kernel does not end.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ HEAD_BYTES = 4 << 20
 TAIL_BYTES = 256 << 10
 # A program that prints more than this, both streams together, is killed.
 MAX_BYTES = 64 << 20
-# Seconds between SIGTERM and SIGKILL, and maximum seconds until a killed process is gone.
+# Seconds between SIGTERM and SIGKILL, and maximum seconds until a killed process has ended.
 GRACE = 1.0
 # Seconds to wait for the end of the output after the program has ended: a process that left the
 # group may keep the pipe open.
@@ -34,11 +34,11 @@ _LIBC = ctypes.CDLL(None)
 
 @dataclass
 class Finished:
-    """How a command ended, and what it printed."""
+    """The end of a command, and its output."""
 
     # "exited", "timed out", "stopped", "flooded" or "cannot start"
     ended: str
-    # Negative for a signal; None if it never started or is still running.
+    # Negative for a signal. None if it never started or is still running.
     code: int | None
     seconds: float
     stdout: str = ""
@@ -47,7 +47,7 @@ class Finished:
 
 
 class Bounded:
-    """The beginning and the end of a stream of any length."""
+    """The start and the end of a stream of any length."""
 
     def __init__(self):
         self.head, self.tail, self.length = bytearray(), bytearray(), 0
@@ -70,7 +70,7 @@ class Bounded:
 def execute(command, *, seconds, environment=None, folder=None, stopped=lambda: False):
     """Runs a command for at most `seconds`, and OVERRUN more to end it.
 
-    `stopped` is asked often; when it says yes, the command is ended as if its time were up.
+    `stopped` is called often. When it returns True, the command is ended as if its time were over.
     """
     start = time.monotonic()
     try:
@@ -105,12 +105,12 @@ def execute(command, *, seconds, environment=None, folder=None, stopped=lambda: 
 
 
 def _end_with_parent():
-    """Makes the kernel kill the program if this one is killed, which no handler can catch."""
+    """Makes the kernel kill the program if this program is killed, which no handler can catch."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _watch(process, selector, streams, end, stopped):
-    """Reads until the program has ended or must be ended; returns which."""
+    """Reads until the program has ended or must be ended. Returns which."""
     while True:
         # Output first: an ended program's output is already in the pipe.
         _read(selector, streams, POLL)
@@ -129,7 +129,7 @@ def _end(process, selector, streams, politely):
     if politely:
         _signal_group(process, signal.SIGTERM)
         _wait(process, selector, streams, GRACE)
-    # This also kills the program's leftover processes. It is not reaped yet, so the group's number
+    # This also kills the program's leftover processes. The program is not reaped yet, so the group's number
     # is still its own.
     _signal_group(process, signal.SIGKILL)
     _wait(process, selector, streams, GRACE)
@@ -146,7 +146,7 @@ def _wait(process, selector, streams, seconds):
 
 
 def _has_ended(process):
-    """Whether the program has ended; it is not reaped."""
+    """Returns whether the program has ended. It is not reaped."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
@@ -158,7 +158,7 @@ def _signal_group(process, number):
 
 
 def _read(selector, streams, seconds):
-    """Reads one piece of each stream, waiting at most `seconds`."""
+    """Reads a piece of each stream, waiting at most `seconds`."""
     if not selector.get_map():
         time.sleep(seconds)
         return

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Stands in for moh-bench, test-kernels, ncu and the others in the tests of measure.py.
+"""Stands in for moh-bench, test-kernels, ncu and the other programs in the tests of measure.py.
 
-`plan.json` beside it says what to do: pairs of a part of the command line and a behaviour, of which
-the first that fits is taken. Process numbers are written to `processes` for the tests to look at.
+`plan.json` next to it has pairs of a part of the command line and a behaviour. The first pair
+that fits is used. Process numbers are written to `processes` for the tests.
 """
 
 import json
@@ -45,7 +45,7 @@ def note_process(number):
 
 
 def hang():
-    """Two processes that ignore SIGTERM and hold the pipe."""
+    """Starts two processes that ignore SIGTERM and hold the pipe."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import signal, time\n"
                               "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)"])
@@ -60,7 +60,7 @@ def die():
 
 
 def lose_gpu():
-    """As after an error of the hardware: nvidia-smi fails from then on."""
+    """Acts as after an error of the hardware: nvidia-smi fails from then on."""
     (HERE / "gpu").unlink()
     sys.exit("no CUDA-capable device is detected")
 
@@ -95,7 +95,7 @@ def libtest(passed=1, failed=0, line=None):
 
 
 def sanitizer(path="Hopper", passed=1):
-    """compute-sanitizer's output around its program's; it exits with code 0 whatever ran."""
+    """Prints compute-sanitizer's output around its program's. It exits with code 0 whatever ran."""
     print("========= COMPUTE-SANITIZER")
     print("========= ERROR SUMMARY: 0 errors")
     libtest(passed, line=f"{path}, true, on a GPU: a shape")
@@ -107,7 +107,7 @@ def ncu():
 
 
 def trained():
-    """A run's directory, as moh-train leaves it."""
+    """Writes a run's directory, as moh-train leaves it."""
     folder = next(Path(word[len("run.dir="):]) for word in sys.argv if word.startswith("run.dir="))
     folder.mkdir()
     evaluations = [{"moment": "loaded", "loss": 5.5},

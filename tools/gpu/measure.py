@@ -36,7 +36,7 @@ from read_output import READERS, NotPassed, Unreadable
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds of the deadline reserved for ending a case and writing.
 MARGIN = OVERRUN + 1.0
-# A case with fewer seconds left is not started.
+# A case with fewer remaining seconds is not started.
 LEAST = 1.0
 # Seconds for each query of the machine and for the list of the tests.
 GLANCE = 10.0
@@ -49,13 +49,13 @@ BROKEN = ["failed", "timed out", "unreadable output"]
 
 
 class Signals:
-    """Records a request to stop; the current case and the tables are finished first."""
+    """Records a request to stop. The current case and the tables are finished first."""
 
     def __init__(self):
         self.name = None
         for number in [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]:
             signal.signal(number, self.note)
-        # A parent that ignores SIGCHLD passes that on, and ended programs then disappear unseen.
+        # A parent that ignores SIGCHLD passes this on, and the end of a program is then not reported.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def note(self, number, _frame):
@@ -66,7 +66,7 @@ class Signals:
 
 
 class Run:
-    """One run: its cases, its deadline, and its file of rows."""
+    """A run: its cases, its deadline, and its file of rows."""
 
     def __init__(self, arguments, scratch, signals, end):
         self.arguments, self.signals, self.end = arguments, signals, end
@@ -85,14 +85,14 @@ class Run:
                        folder=ROOT, stopped=self.signals.stopped)
 
     def glance(self, *command):
-        """The output of a short command, or "unknown"."""
+        """Returns the output of a short command, or "unknown"."""
         if self.left() < LEAST:
             return "unknown"
         done = self.execute(command, min(GLANCE, self.left()))
         return done.stdout.strip() if done.code == 0 and done.stdout.strip() else "unknown"
 
     def tests(self):
-        """The names of the operators' tests, if they were listed or the program lists them."""
+        """Returns the names of the operators' tests, if they were listed or the program lists them."""
         built = self.arguments.programs / "tests"
         listed = built.read_text() if built.is_file() else self.glance(
             self.arguments.programs / "test-kernels", "--list")
@@ -111,7 +111,7 @@ class Run:
                            "--format=csv,noheader")
 
     def loses_gpu(self):
-        """Whether the GPU of the start no longer answers."""
+        """Returns whether the GPU of the start no longer answers."""
         may_ask = self.has_gpu and not self.signals.stopped() and self.left() >= LEAST
         return may_ask and self.gpu() == "unknown"
 
@@ -121,7 +121,7 @@ class Run:
                 if not wanted or any(fnmatch.fnmatchcase(case.name, name) for name in wanted)]
 
     def go(self):
-        """Runs every case; returns whether all of them passed."""
+        """Runs every case. Returns whether all of them passed."""
         now = self.header()
         self.has_gpu = now["gpu"] != "unknown"
         record.append(self.file, now)
@@ -143,13 +143,13 @@ class Run:
         return all(status == "passed" for status in statuses)
 
     def is_due(self, case, rows):
-        """Whether the case that this one retries failed, or the case was requested."""
+        """Returns whether the case that this case retries failed, or the case was requested."""
         return not case.unless_passed or bool(self.arguments.case) or any(
             row["status"] in BROKEN and name.startswith(case.unless_passed)
             for name, row in rows.items())
 
     def take(self, case):
-        """The row of a case. Its failures do not propagate."""
+        """Returns the row of a case. Its failures do not propagate."""
         start = time.monotonic()
         row = {"name": case.name, "kind": case.kind, "status": "failed", "code": None,
                "seconds": 0.0}
@@ -157,11 +157,11 @@ class Run:
             row["variables"] = case.variables
         try:
             row |= self.attempt(case)
-        except Exception:  # whatever it is, the other cases must go on
+        except Exception:  # Whatever the error is, the other cases must run.
             row |= {"status": "failed", "why": traceback.format_exc()[-END_OF_ERRORS:]}
         row["seconds"] = round(time.monotonic() - start, 3)
         if row["status"] in BROKEN and self.loses_gpu():
-            # It may have failed because of that.
+            # The case may have failed because of that.
             self.has_lost_gpu = row["cut"] = True
         return row
 
@@ -186,7 +186,7 @@ class Run:
             row["why"] = f"stopped by {self.signals.name}"
         if status == "timed out" and (done.ended == "stopped" or limit < case.seconds):
             row["cut"] = True
-        # The code of a shell, or of the loader of a program that lacks a library.
+        # The exit code of a shell, or of the loader of a program that lacks a library.
         if done.code == CANNOT_START:
             status, row["why"] = "cannot start", (done.stderr.strip().splitlines() or [""])[-1]
         if status is None:
@@ -206,27 +206,27 @@ class Run:
             beside = path.with_suffix(".md.part")
             beside.write_text(tables.document(files))
             beside.replace(path)
-        except Exception as error:  # the rows are safe, and make the tables again
+        except Exception as error:  # The rows are safe, and the tables can be made again from them.
             print(f"results.md cannot be written: {type(error).__name__}: {error}",
                   file=sys.stderr, flush=True)
 
 
 def read(done, case):
-    """What a command's output has, and the reason why that is not a pass; either may be None."""
+    """Returns the result in a command's output, and the reason why it is not a pass. Either may be None."""
     if done.ended == "cannot start":
         return None, None
     try:
         result = READERS[case.kind](done, case)
     except NotPassed as fault:
         return fault.result, fault
-    except Exception as error:  # a reader's mistake
+    except Exception as error:  # A reader's error.
         return None, Unreadable(f"the reader failed: {type(error).__name__}: {error}")
     why = tables.fault({"kind": case.kind, "seconds": done.seconds, "result": result})
     return result, Unreadable(why) if why else None
 
 
 def say(line):
-    """Prints a line; a closed pipe must not end the run."""
+    """Prints a line. A closed pipe must not end the run."""
     try:
         print(line, flush=True)
     except OSError:
@@ -234,7 +234,7 @@ def say(line):
 
 
 def environment(scratch, is_emulated):
-    """The environment of every command."""
+    """Returns the environment of every command."""
     variables = dict(os.environ, MOH_TEST_GPU="1", TMPDIR=str(scratch))
     if is_emulated:
         del variables["MOH_TEST_GPU"]
@@ -250,7 +250,7 @@ def environment(scratch, is_emulated):
 
 
 def torch_libraries():
-    """Folders of the CUDA libraries that pip installed, where cuBLASLt and NCCL may be."""
+    """Returns folders of the CUDA libraries that pip installed, where cuBLASLt and NCCL may be."""
     return [str(found) for folder in sys.path
             for found in sorted(Path(folder).glob("nvidia/*/lib"))]
 
@@ -299,7 +299,7 @@ def parse_arguments():
 
 
 def main():
-    # First: the rest is part of the time.
+    # First, since the rest is part of the time.
     start = time.monotonic()
     parser, arguments = parse_arguments()
     signals = Signals()

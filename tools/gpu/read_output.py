@@ -1,8 +1,8 @@
 """Parses the programs' output: one reader per kind of case.
 
-A reader gets what a command printed and gives the part of a row called `result`, or raises
-`NotPassed` where that is not there or shows that the case measured something else or nothing.
-Readers also see the output of commands that failed: what they find there is kept.
+A reader gets the output of a command and returns the part of a row called `result`. It raises
+`NotPassed` if the result is missing, or if the case measured something else or nothing.
+Readers also get the output of commands that failed: their results are kept.
 """
 
 import csv
@@ -17,12 +17,12 @@ import cases
 # Of the labels of relative errors, and of the metrics of a kernel.
 MAX_LABELS = 100
 MAX_METRICS = 400
-# Maximum seconds of looking for JSON: output with many braces takes one attempt each.
+# Maximum seconds of the search for JSON. Output with many braces needs an attempt for each brace.
 SEARCH = 1.0
 
 
 class NotPassed(Exception):
-    """Why a case whose command ended with code 0 did not pass, and what its output has."""
+    """The reason why a case with exit code 0 did not pass, and the result in its output."""
 
     status = "failed"
 
@@ -38,13 +38,13 @@ class Unreadable(NotPassed):
 
 
 class Skipped(NotPassed):
-    """The machine lacks what the case needs, or the program was built without it."""
+    """The machine lacks a requirement of the case, or the program was built without it."""
 
     status = "skipped"
 
 
 def first_object(text, names):
-    """The first JSON object that has these fields, and something in them; the rest is ignored."""
+    """Returns the first JSON object with these fields and some content in them. The rest is ignored."""
     why, at, end = "", text.find("{"), time.monotonic() + SEARCH
     while at >= 0 and time.monotonic() < end:
         try:
@@ -61,7 +61,7 @@ def first_object(text, names):
 
 
 def with_fields(*names):
-    """A reader of one object that has these fields."""
+    """Returns a reader of a single object with these fields."""
     return lambda finished, _case: first_object(finished.stdout, names)
 
 
@@ -70,10 +70,10 @@ def limits(finished, case):
 
 
 def attention(finished, case):
-    """The cases of `moh-bench attention`, which must have run on the path that was selected."""
+    """Reads the cases of `moh-bench attention`, which must have run on the selected path."""
     found = with_fields("shape", "cases")(finished, case)
     wanted = case.variables.get("MOH_ATTENTION")
-    # For shapes that a path does not support the program takes the next one.
+    # For shapes that a path does not support, the program uses the next path.
     paths = {str(part.get("path")) for part in found["cases"]}
     if wanted and paths != {wanted}:
         raise NotPassed(f"attention ran on {', '.join(sorted(paths))}: expected {wanted}", found)
@@ -81,21 +81,21 @@ def attention(finished, case):
 
 
 def step(finished, case):
-    """A training step."""
+    """Reads a training step."""
     found = with_fields("model", "step", "tokens_per_second", "loss")(finished, case)
     check_losses(found)
     return found
 
 
 def check_losses(found):
-    """Refuses a step whose losses are not finite: such numbers are null in JSON."""
+    """Rejects a step with losses that are not finite: such numbers are null in JSON."""
     losses = [found["loss"][moment] for moment in ["first", "last"]]
     if any(loss is None or not math.isfinite(loss) for loss in losses):
         raise NotPassed("the loss is not finite", found)
 
 
 def kernels(finished, case):
-    """A step and the GPU's time in it by kernel."""
+    """Reads a step and the GPU's time in it by kernel."""
     found = with_fields("model", "step", "gpu_time")(finished, case)
     if not found["gpu_time"].get("kernels"):
         raise NotPassed("no kernel was recorded", found)
@@ -104,7 +104,7 @@ def kernels(finished, case):
 
 
 def json_lines(finished, _case):
-    """The rows of the PyTorch side, which prints other lines too."""
+    """Reads the rows of the PyTorch side, which also prints other lines."""
     rows, broken = [], 0
     for line in finished.stdout.splitlines():
         if line.startswith("{"):
@@ -121,7 +121,7 @@ def json_lines(finished, _case):
     return result
 
 
-# With one thread, `--nocapture` puts the test's name before the first line that a test prints.
+# With a single thread, `--nocapture` puts the test's name before the first line that a test prints.
 BEGUN = r"^(?:test \S+ \.\.\. )?"
 ERROR = re.compile(
     BEGUN + r"(\S.*?): (\w+) relative error (\d[\d.]*(?:e[-+]?\d+)?|inf|NaN)$", re.M)
@@ -130,19 +130,19 @@ SUMMARY = re.compile(r"^test result: .*?(\d+) passed; (\d+) failed; (\d+) ignore
 
 
 def counts_of_tests(text):
-    """The tests that passed, failed and were ignored, by libtest's summaries; None without one."""
+    """Returns the tests that passed, failed and were ignored, by libtest's summaries. None without a summary."""
     summaries = [tuple(map(int, found)) for found in SUMMARY.findall(text)]
     return tuple(map(sum, zip(*summaries))) if summaries else None
 
 
 def tests(finished, case):
-    """The output of libtest and the tests; a run without tests is not a result."""
+    """Reads the output of libtest and the tests. A run without tests is not a result."""
     text = finished.stdout
     counts = counts_of_tests(text)
     passed, failed, ignored = counts or (0, 0, 0)
     largest = {}
     for what, kind, error in ERROR.findall(text):
-        # NaN counts as the largest error: it does not compare.
+        # NaN counts as the largest error, since it does not compare.
         error = float(error) if error != "NaN" else float("inf")
         name = f"{what} {kind}"
         largest[name] = max(largest.get(name, 0.0), error)
@@ -156,7 +156,7 @@ def tests(finished, case):
     if skipped := SKIPPED.findall(text):
         result["skipped"] = skipped[:10]
     if not counts:
-        # The program died: the errors up to then are kept.
+        # The program died. The errors up to then are kept.
         raise Unreadable("there is no summary of tests in the output", result)
     if passed + failed == 0:
         raise Unreadable("no test ran: none has the name, or all are ignored")
@@ -167,7 +167,7 @@ def tests(finished, case):
 
 
 def check_number(ran, case, result):
-    """Refuses a result if a case names its tests and another number of them ran."""
+    """Rejects a result if a case names its tests and another number of them ran."""
     if case.num_tests is not None and ran != case.num_tests:
         raise NotPassed(f"{ran} tests ran, expected {case.num_tests}: no test has the name, or it "
                         "did not end", result)
@@ -178,10 +178,10 @@ ON_HOPPER = re.compile(BEGUN + "Hopper, ", re.M)
 
 
 def sanitizer(finished, case):
-    """The summary, and the kinds of errors with their counts.
+    """Reads the summary, and the kinds of errors with their counts.
 
-    It has no error either if the test does not exist or no kernel has the name: so the test must
-    have passed, and if only Hopper's kernels are checked, must have run them.
+    The summary also has no error if the test does not exist or no kernel has the name. So the test
+    must have passed and, if only Hopper's kernels are checked, must have run them.
     """
     text = finished.stdout + "\n" + finished.stderr
     summaries = re.findall(r"=+ *((?:\w+ )?SUMMARY: .*)", text)
@@ -200,12 +200,12 @@ def sanitizer(finished, case):
 
 
 def ncu(finished, _case):
-    """The metrics of each kernel that was measured, by their names in the sections."""
+    """Reads the metrics of each measured kernel, by their names in the sections."""
     lines = finished.stdout.splitlines()
     heads = [index for index, line in enumerate(lines) if line.startswith('"ID",')]
     if not heads:
         raise Unreadable("there is no table of ncu in the output")
-    # The measured program's output is interleaved.
+    # The measured program's output is in between.
     table = [line for line in lines[heads[-1]:] if line.startswith('"')]
     kernels = {}
     for row in csv.DictReader(table):
@@ -221,7 +221,7 @@ def ncu(finished, _case):
 
 
 def number(text):
-    """A number in ncu's format, 1,234.5; None for any other text."""
+    """Returns a number in ncu's format, 1,234.5. None for any other text."""
     try:
         return float((text or "").replace(",", ""))
     except ValueError:
@@ -229,7 +229,7 @@ def number(text):
 
 
 def summary_of_run(_finished, case):
-    """The losses in a training run's directory."""
+    """Returns the losses in a training run's directory."""
     path = Path(case.folder) / "summary.json"
     try:
         found = json.loads(path.read_text())

@@ -1,21 +1,21 @@
-"""OUT/RUN.jsonl: a header for each time the run was started, and a row for each case.
+"""OUT/RUN.jsonl: a header for each start of the run, and a row for each case.
 
-Rows are only ever appended, each with one write, so that a run that is cut off loses no more than
-the row in flight. Of several rows of one name the last counts.
+Rows are only appended, each with a single write, so that an interrupted run loses at most the
+row in flight. If several rows have the same name, the last counts.
 """
 
 import json
 import os
 import sys
 
-# Maximum bytes of one row; a larger result is left out, and the row states so.
+# Maximum bytes of a row. A larger result is omitted, and the row says so.
 MAX_ROW = 256 << 10
-# What a run's header says of the machine and of the programs.
+# The fields of a run's header about the machine and the programs.
 SETUP = ["gpu", "commit"]
 
 
 def append(path, row):
-    """Appends a row, or prints it if that fails; returns it as it was written."""
+    """Appends a row, or prints it if that fails. Returns it as it was written."""
     data = json.dumps(row).encode()
     if len(data) > MAX_ROW:
         row = row | {"result": None, "why": f"a result of {len(data)} bytes was left out"}
@@ -24,7 +24,7 @@ def append(path, row):
         data = json.dumps(row).encode()
     try:
         with open(path, "ab+") as file:
-            # Ends a row that was cut off.
+            # Ends an interrupted row.
             if file.tell() > 0:
                 file.seek(-1, os.SEEK_END)
                 data = data if file.read(1) == b"\n" else b"\n" + data
@@ -38,9 +38,9 @@ def append(path, row):
 
 
 def read(path):
-    """The headers, and the last row of each name in the order of the first ones.
+    """Returns the headers, and the last row of each name in the order of the first rows.
 
-    Lines that are no rows are passed over: a run that was killed may leave half a line.
+    Lines that are not rows are skipped: a run that was killed may leave part of a line.
     """
     headers, rows = [], {}
     try:
@@ -57,16 +57,16 @@ def read(path):
         if row.get("header"):
             headers.append(row)
         elif isinstance(row.get("name"), str) and isinstance(row.get("status"), str):
-            # A later run that does not reach a case keeps the earlier row.
+            # If a later run does not reach a case, the earlier row stays.
             if row["status"] != "no time" or row["name"] not in rows:
                 rows[row["name"]] = row | {"header": len(headers) - 1}
     return headers, rows
 
 
 def is_final(row, headers, now):
-    """Whether a case is done, by the file's headers and that of the present run.
+    """Returns whether a case is done, by the file's headers and the header of the present run.
 
-    One that had its whole limit would take it again.
+    A case that used its whole limit would use it again.
     """
     if row.get("cut"):
         return False
@@ -76,9 +76,9 @@ def is_final(row, headers, now):
 
 
 def is_same_setup(then, now):
-    """Whether a case that failed would fail again: on the same GPU, with the same programs.
+    """Returns whether a case that failed would fail again: on the same GPU, with the same programs.
 
-    Programs of a tree with changes may be others of the same name.
+    A modified tree may have different programs under the same commit.
     """
     known = "unknown" not in [now[name] for name in SETUP]
     return (known and not now["commit"].endswith("-dirty")

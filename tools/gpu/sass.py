@@ -22,18 +22,18 @@ from pathlib import Path
 # setmaxnreg, wgmma, spills (loads and stores of local memory), and the bulk copies.
 TELLING = ["USETMAXREG", "HGMMA", "LDL", "STL", "UTMALDG", "UBLKCP", "UBLKRED"]
 WANTED = "hopper_"
-# A fat binary's magic number, version, header's size and size without it.
+# A fat binary's magic number, version, header's size and size without the header.
 HEADER = struct.Struct("<IHHQ")
 MAGIC = struct.pack("<IHH", 0xBA55ED50, 1, 16)
 
 ARCHITECTURE = re.compile(rb"^arch = (\S+)")
 FUNCTION = re.compile(rb"^\s*Function : (\S+)")
-# An address, perhaps a predicate, and the operation without its suffixes.
+# An address, an optional predicate, and the operation without its suffixes.
 INSTRUCTION = re.compile(rb"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_]*)")
 
 
 def fat_binaries(program):
-    """Each fat binary that a file holds."""
+    """Yields each fat binary in a file."""
     if Path(program).stat().st_size == 0:
         return
     with open(program, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:

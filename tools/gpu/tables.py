@@ -1,18 +1,18 @@
 """The tables of a GPU's figures, in markdown, and one line per case.
 
-Each table is made from the rows of one kind. A row that does not have what its table shows is named
-below the table and takes nothing else with it.
+Each table is made from the rows of a single kind. A row without the table's fields is named
+below the table, and does not affect the other rows.
 """
 
 import json
 import signal
 
-# Of a text in a table.
+# Maximum characters of a text in a table.
 MAX_WORDS = 160
 
 
 def document(files):
-    """Everything: `files` maps a run's name to its headers and its rows by name."""
+    """Returns all tables. `files` maps a run's name to its headers and its rows by name."""
     lines = ["# Figures of a GPU", ""]
     rows = {}
     for run, (headers, found) in files.items():
@@ -26,7 +26,7 @@ def document(files):
 
 
 def measured(run, headers, rows):
-    """The machine of a run, and its cases that did not pass."""
+    """Returns the machine of a run, and its cases that did not pass."""
     if not headers:
         return []
     lines = [f"## {run}", ""]
@@ -46,14 +46,14 @@ def measured(run, headers, rows):
 
 
 def table(title, header, rows, make):
-    """One table: `make` gives the cells of a row of the file, after its name."""
+    """Returns a table. `make` returns the cells of a row of the file, after its name."""
     if not rows:
         return []
     lines, left_out = [], []
     for name, row in rows.items():
         try:
             lines += [[name, *cells] for cells in make(row)]
-        except Exception as error:  # one row must not cost the others
+        except Exception as error:  # A row must not affect the others.
             left_out.append(f"{name}: cannot be shown: {type(error).__name__}: {error}")
     if not lines and not left_out:
         return []
@@ -67,7 +67,7 @@ def cell(value):
 
 
 def code(row):
-    """The exit code; that of a signal with its name."""
+    """Returns the exit code. The code of a signal includes its name."""
     number = row.get("code")
     if number is None:
         return "-"
@@ -80,7 +80,7 @@ def code(row):
 
 
 def reason(row):
-    """Why a case did not pass: the recorded reason, or the last line of output."""
+    """Returns why a case did not pass: the recorded reason, or the last line of output."""
     if row.get("why"):
         return row["why"].strip().splitlines()[-1][:MAX_WORDS]
     for stream in ["stderr_end", "stdout_end"]:
@@ -156,12 +156,12 @@ def step(row):
              f"{decimal(found['loss']['first'])}, {decimal(found['loss']['last'])}"]]
 
 
-# Of the GPU's time in a step: the table sums up the kernels below it.
+# Share of the GPU's time in a step: the table sums up the kernels below it.
 MIN_SHARE = 0.001
 
 
 def kernels(row):
-    """A step's time by kernel, most first."""
+    """Returns a step's time by kernel, most first."""
     found = row["result"]["gpu_time"]
     elapsed = found["elapsed_seconds"]
 
@@ -189,7 +189,7 @@ SHAPE = ["kind", "backend", "torch", "gpu", "batch", "heads", "kv_heads", "head_
 
 
 def pytorch(row):
-    """Rows of the PyTorch side, which names its own figures."""
+    """Returns rows of the PyTorch side, which names its own figures."""
     lines = []
     for found in row["result"]["rows"]:
         figures = {name: value for name, value in found.items() if name not in SHAPE}
@@ -210,7 +210,7 @@ def sanitizer(row):
              "; ".join(f"{count} x {kind}" for kind, count in found["reports"].items())]]
 
 
-# The most relevant metrics of a kernel; the row has all of them.
+# The most relevant metrics of a kernel. The row has all of them.
 OF_INTEREST = ["duration", "hit rate", "throughput", "tensor", "busy", "stall", "registers",
                "dram__", "lts__", "sm__", "time_duration"]
 
@@ -232,7 +232,7 @@ def quickstart(row):
 
 
 def moment(evaluation):
-    """A moment of a run in words."""
+    """Describes a moment of a run."""
     kind = evaluation["moment"]
     return kind if isinstance(kind, str) else " ".join(
         [*kind, *(str(value) for value in next(iter(kind.values())).values())])
@@ -259,23 +259,23 @@ TABLES = [
 
 
 def fault(row):
-    """Why a result cannot be shown, or None."""
+    """Returns why a result cannot be shown, or None."""
     make = next(make for _, kind, _, make in TABLES if kind == row["kind"])
     try:
         make(row)
         HEADLINES[row["kind"]](row["result"])
-    except Exception as error:  # any: the output is a program's
+    except Exception as error:  # Any exception: the output is a program's.
         return f"the result cannot be shown: {type(error).__name__}: {error}"
     return None
 
 
 def headline(row):
-    """The one figure that the progress line of a case shows."""
+    """Returns the figure that the progress line of a case shows."""
     if row["status"] != "passed":
         return " ".join(filter(None, [code(row) if row.get("code") else "", reason(row)]))
     try:
         return HEADLINES[row["kind"]](row["result"])
-    except Exception as error:  # a line of progress is not worth a run
+    except Exception as error:  # A line of progress is not worth a run.
         return f"(no figure: {type(error).__name__}: {error})"
 
 

@@ -16,14 +16,14 @@ import tables
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
-# A test with the attributes before it, by which a build may leave it out.
+# A test with its preceding attributes, with which a build may exclude the test.
 RUST_TEST = re.compile(
     r"((?:^ *#\[[^\n]*\]\n)*?)^ *#\[test\]\n(?:^ *#\[[^\n]*\]\n)*^ *fn (\w+)", re.M)
 OPERATORS = ROOT / "kernels/tests/operators"
 
 
 def rust_tests(path):
-    """The names of a file's tests in a build for GPUs, which has no emulator."""
+    """Returns the names of a file's tests in a build for GPUs, which has no emulator."""
     return [name for attributes, name in RUST_TEST.findall(path.read_text())
             if "cuda-emulator" not in attributes or 'feature = "cuda"' in attributes]
 
@@ -46,7 +46,7 @@ class Lists(unittest.TestCase):
 
 
 class Sources(unittest.TestCase):
-    """The names that the cases take from the Rust and CUDA files: a test that is renamed there
+    """The names that the cases use from the Rust and CUDA files: a test that is renamed there
     would not run here."""
 
     def test_the_tests_of_the_cases_exist(self):
@@ -82,7 +82,7 @@ class Sources(unittest.TestCase):
         self.assertLessEqual(measured, {f"{kernel}128" for kernel in kernels})
         self.assertIn(cases.ONLY_HOPPER[-1].removeprefix("kns="), "hopper_forward_d128")
         self.assertIn(sass.WANTED, "hopper_forward_d128")
-        # What shows that the test under compute-sanitizer ran on path hopper.
+        # The output that shows that the test under compute-sanitizer ran on path hopper.
         self.assertIn('println!("{path:?}, ', (OPERATORS / "attention_paths.rs").read_text())
         known = (ROOT / "kernels/src/operators/attention/cuda/path.rs").read_text()
         paths = {case.variables["MOH_ATTENTION"] for run in cases.RUNS
@@ -105,7 +105,7 @@ class Sources(unittest.TestCase):
 
 
 class Document(unittest.TestCase):
-    """The commands of docs/gpu.md: a figure whose case is renamed could not be measured again."""
+    """The commands of docs/gpu.md: if a case is renamed, its figure could not be measured again."""
 
     # A run and its options, with their values: `measure.py speed --case 'curve/*'`.
     COMMAND = re.compile(r"measure\.py (\w+)((?: --\w+(?: '[^']*'| [^-\s`'][^\s`']*)?)*)")
@@ -120,7 +120,7 @@ class Document(unittest.TestCase):
             names = [case.name for case in cases.of(run, Path("programs"), "scratch", [])]
             for pattern in patterns:
                 self.assertTrue(fnmatch.filter(names, pattern), f"{run} has no case {pattern}")
-        # None stands without its run, but for the one that explains the option.
+        # Every case is named with its run, except in the explanation of the option.
         in_commands = [pattern for _, patterns in commands for pattern in patterns]
         self.assertEqual(sorted(self.CASE.findall(text)), sorted([*in_commands, "NAME"]))
 
@@ -149,7 +149,7 @@ class CheckCommands(unittest.TestCase):
         self.assertTrue(stdout.startswith("kernels/32/75%: "), stdout)
         self.assertIn("code 2: unexpected argument", stdout)
         self.assertIn(", 1 faults", stdout)
-        # An end without an error, an error of usage, and a plan that fails; also under a profiler.
+        # An end without an error, a usage error, and a plan that fails, also under a profiler.
         for bench in ["exit 0", self.ACCEPTS.replace("exit 1", "exit 2")]:
             code, stdout = self.check(bench, "exit 1")
             self.assertEqual(code, 1)

@@ -15,7 +15,7 @@ ROWS = ["| rope_forward | sm_90a | 32 | 0 | 0 |\n",
 
 class CheckResources(unittest.TestCase):
     def check(self, document, built):
-        """The exit code and the messages; `built` is the table that the build wrote, or None."""
+        """Returns the exit code and the messages. `built` is the table that the build wrote, or None."""
         with tempfile.TemporaryDirectory() as folder:
             script = Path(folder) / "tools/gpu/check_resources"
             script.parent.mkdir(parents=True)

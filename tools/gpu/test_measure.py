@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def is_running(number):
-    """Whether a process runs; one that has ended and waits for its parent does not."""
+    """Returns whether a process runs. A process that has ended and waits for its parent does not run."""
     try:
         state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -38,7 +38,7 @@ def wait_for(condition, seconds=5):
 
 
 class WithPrograms(unittest.TestCase):
-    """A folder of programs that do as `plan` says, and one for results."""
+    """A folder of programs that act as `plan` says, and a folder for results."""
 
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -49,7 +49,7 @@ class WithPrograms(unittest.TestCase):
         self.programs.mkdir()
         self.scratch.mkdir()
         program = (HERE / "fake_program.py").read_text()
-        # Those of the toolkit are found on the PATH.
+        # The toolkit's programs are found on the PATH.
         for name in ["moh-bench", "moh-train", "test-kernels", "test-devices",
                      "compute-sanitizer", "ncu"]:
             path = self.programs / name
@@ -126,7 +126,7 @@ class Speed(WithPrograms):
         self.assertEqual(len(stdout.splitlines()), 8)
         self.assertIn("bf16 700 TFLOP/s", stdout)
         self.assertIn("-9 (SIGKILL) printed nothing", stdout)
-        # Few small files, and nothing anywhere else.
+        # Few small files, and no files elsewhere.
         self.assertEqual(sorted(os.listdir(self.out)), ["results.md", "speed.jsonl"])
         self.assertLess(sum(path.stat().st_size for path in self.out.iterdir()), 100_000)
         self.assertEqual(os.listdir(self.scratch), [])
@@ -143,7 +143,7 @@ class Speed(WithPrograms):
         self.assertEqual(code, 1)
         self.assertEqual(self.statuses(), dict.fromkeys(self.statuses(), "passed") | {
             "attention/8192/hopper": "failed"})
-        # Neither what passed nor what failed ran again.
+        # Neither cases that passed nor cases that failed ran again.
         self.assertEqual(len(self.runs()) - before, 5)
         self.assertEqual(len(stdout.splitlines()), 5)
         self.assertEqual(len(self.rows()), 8)
@@ -246,14 +246,14 @@ class Speed(WithPrograms):
         self.assertEqual(code, 1)
         self.assertEqual(set(self.statuses().values()), {"no time"})
         self.assertFalse((self.programs / "runs").exists())
-        # And takes nothing from what was there.
+        # Earlier rows stay.
         self.measure("speed", *named("limits"))
         self.measure("speed", "--deadline", "1", *named("limits"))
         self.assertEqual(self.statuses()["limits"], "passed")
 
 
 class Results(WithPrograms):
-    """Places for results that take none."""
+    """Places to which results cannot be written."""
 
     CHOSEN = named("limits", "operators")
 
@@ -319,7 +319,7 @@ class Machine(WithPrograms):
         self.assertEqual(folders[-1], "/known")
 
     def resumed(self):
-        """How many cases --resume runs."""
+        """Returns the number of cases that --resume runs."""
         before = len(self.runs())
         self.measure("speed", "--resume", *self.CHOSEN)
         return len(self.runs()) - before
@@ -334,7 +334,7 @@ class Machine(WithPrograms):
         # Other changes to that commit have the same name.
         self.commit.write_text("def5678-dirty\n")
         self.assertEqual((self.resumed(), self.resumed()), (3, 3))
-        # A machine without nvidia-smi: nothing is known, and no GPU is lost.
+        # Without nvidia-smi, the state of the GPU is unknown, and no GPU is lost.
         self.commit.write_text("def5678\n")
         self.gpu.unlink()
         self.assertEqual((self.resumed(), self.resumed()), (3, 3))
@@ -407,7 +407,7 @@ class Correctness(WithPrograms):
         code, _, _ = self.measure("correctness", "--resume", *chosen)
         self.assertEqual((code, self.statuses("correctness")["attention_stress/dense"]),
                          (0, "passed"))
-        # The list of the tests, and the one that was skipped.
+        # The list of the tests, and the skipped test.
         self.assertEqual(len(self.runs()) - before, 2)
 
     def test_a_name_is_one_test(self):
@@ -433,7 +433,7 @@ class Correctness(WithPrograms):
 
 
 class Depth(WithPrograms):
-    """The programs of a toolkit, which no machine without a GPU has."""
+    """The programs of a toolkit, which machines without a GPU lack."""
 
     CHOSEN = named("sanitizer/*", "ncu/*", "kernels/*", "quickstart/*")
     GOOD = [["--tool", "sanitizer"], ["--kernel-name", "ncu"], ["step", "answer"],
@@ -454,7 +454,7 @@ class Depth(WithPrograms):
                      "| kernels/32/75% | the step | 1681 | 723.00 | 100.0% |",
                      "| quickstart/gpu-bf16 | loaded 5.5000, trained moh 0.5000 |"]:
             self.assertIn(line, document)
-        # The runs of the quickstart are gone.
+        # The runs of the quickstart are removed.
         self.assertEqual(os.listdir(self.scratch), [])
 
     def test_a_sanitizer_that_checked_nothing_does_not_pass(self):
@@ -462,7 +462,7 @@ class Depth(WithPrograms):
                    ["synccheck", "sanitizer without hopper"],
                    ["initcheck", "sanitizer without hopper"], ["", "tests"]])
         code, stdout, _ = self.measure("depth", *named("sanitizer/*"))
-        # All kernels are checked for uninitialised memory; a summary of tests is not the tool's.
+        # All kernels are checked for uninitialised memory. A summary of tests is not the tool's summary.
         self.assertEqual((code, self.statuses("depth")), (1, {
             "sanitizer/memcheck": "failed", "sanitizer/synccheck": "skipped",
             "sanitizer/racecheck": "unreadable output", "sanitizer/initcheck": "passed"}))
@@ -486,7 +486,7 @@ class Depth(WithPrograms):
         self.assertEqual(rows["sanitizer/memcheck"]["code"], -signal.SIGKILL)
         self.assertIn("no table of ncu", rows["ncu/backward"]["why"])
         self.assertIn("this much was done", rows["sanitizer/initcheck"]["stdout_end"])
-        # The program under the tool is gone as well.
+        # The program under the tool has also ended.
         self.assertEqual(len(self.processes()), 2)
         self.assertFalse(any(map(is_running, self.processes())))
 
@@ -496,7 +496,7 @@ class Depth(WithPrograms):
         self.assertEqual({name: status for name, status in self.statuses("depth").items()
                           if status != "passed"},
                          {"sanitizer/memcheck": "failed", "quickstart/cpu-f32": "failed"})
-        # What was unreadable, and what had no time left.
+        # The unreadable case, and the case that had no time left.
         self.assertEqual(len(self.runs()) - before, 2)
 
 

@@ -11,7 +11,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class Prepare(unittest.TestCase):
-    """tools/gpu/prepare with a cargo that compiles kernels once, as cargo does where nothing
+    """tools/gpu/prepare with a cargo that compiles kernels once, as cargo does if nothing
     changes."""
 
     TOOLS = {

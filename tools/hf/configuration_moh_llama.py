@@ -1,14 +1,14 @@
 """The configuration of a Llama with Mixture-of-Head attention (MoH, arXiv 2410.11842).
 
-A layer's first `moh_shared_heads` heads are active for every token, or those of its list in
-`moh_shared_head_ids`, and each token selects `moh_routed_top_k` of the others. Both counts are
-integers, or lists with one integer for each layer. A layer whose heads are all shared is dense.
-Everything else is a Llama's configuration.
+In a layer, the first `moh_shared_heads` heads, or the heads of its list in
+`moh_shared_head_ids`, are active for every token. Each token selects `moh_routed_top_k` of the other
+heads. Both counts are integers, or lists with one integer for each layer. A layer with only shared heads
+is dense. All other fields are a Llama's.
 """
 
 import transformers
 
-# The first release with all that the model's code uses, and the newest one that it was tested with.
+# The first release with everything that the model's code uses, and the newest release with which it was tested.
 MINIMUM_VERSION = (5, 5)
 TESTED_VERSION = (5, 24)
 
@@ -22,7 +22,8 @@ from transformers import LlamaConfig
 
 
 def other_release(fault):
-    """The message of a fault that comes from a transformers other than those that this code was written for."""
+    """Returns the message of a fault caused by a transformers release other than the releases that this code
+    supports."""
     minimum, tested = ("{}.{}".format(*version) for version in (MINIMUM_VERSION, TESTED_VERSION))
     return (
         f"{fault} (transformers {transformers.__version__}; the model's code was tested with {minimum} to {tested}): "
@@ -30,22 +31,22 @@ def other_release(fault):
     )
 
 
-# How the heads of a token are chosen: any of them by the norms of their queries, whole groups of heads that read
-# one key/value head, as many heads of each group, none beside the shared ones, or any by learned matrices.
+# How the heads of a token are selected: any heads by the norms of their queries, whole groups of heads that read
+# one key/value head, as many heads of each group, only the shared heads, or any heads by learned matrices.
 ROUTERS = ("query-norm", "group", "static", "linear", "one-stage", "two-stage")
-# Those that multiply the outputs of active heads by weights other than 1.
+# The routers that multiply the outputs of active heads by weights other than 1.
 WEIGHING_ROUTERS = ("one-stage", "two-stage")
 REQUIRED_KEYS = ("moh_router", "moh_shared_heads", "moh_routed_top_k")
 SHARED_IDS = "moh_shared_head_ids"
 
 
 class MohHeads:
-    """The head counts of a configuration, checked."""
+    """The checked head counts of a configuration."""
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
         if kwargs.get("moh_shared_heads") is not None:
-            # The number that a user gives replaces the heads of the file.
+            # A number from the user replaces the heads of the file.
             config_dict = {**config_dict, SHARED_IDS: None, "moh_shared_heads": kwargs["moh_shared_heads"]}
         given = {key for key in (*REQUIRED_KEYS, SHARED_IDS) if config_dict.get(key, kwargs.get(key)) is not None}
         if SHARED_IDS in given and "moh_shared_heads" not in given:
@@ -60,7 +61,7 @@ class MohHeads:
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
         if self.moh_shared_head_ids is not None:
-            # One of the two is written.
+            # Only one of the two keys is written.
             self.moh_shared_heads = None
         self.check_heads()
 
@@ -94,7 +95,7 @@ class MohHeads:
             )
 
     def _check_router(self, layer, ids, top_k):
-        """Refuses heads of a layer that its router cannot route."""
+        """Rejects heads of a layer that its router cannot route."""
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         size = heads // groups
         shared = [sum(head // size == group for head in ids) for group in range(groups)]
@@ -125,7 +126,7 @@ class MohHeads:
             raise ValueError(fault)
 
     def layer_heads(self, layer):
-        """The shared heads of a layer, and the number of routed heads that a token selects."""
+        """Returns the shared heads of a layer, and the number of routed heads that a token selects."""
         return self._shared_heads(layer), self._count("moh_routed_top_k", layer)
 
     def _shared_heads(self, layer):
@@ -162,9 +163,9 @@ class MohHeads:
 class MohLlamaConfig(MohHeads, LlamaConfig):
     """A Llama's configuration with the heads that a token computes.
 
-    `output_router_logits` makes the model return the scores of the routed heads and add the balance
+    With `output_router_logits`, the model returns the scores of the routed heads and adds the balance
     loss, times `router_aux_loss_coef`, to the loss. The defaults of the counts are the paper's for
-    the 32 heads of a LLaMA-3-8B; a `config.json` must give them.
+    the 32 heads of a LLaMA-3-8B. A `config.json` must have the counts.
     """
 
     model_type = "moh_llama"

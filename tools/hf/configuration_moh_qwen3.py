@@ -1,4 +1,4 @@
-"""The configuration of a Qwen3 with Mixture-of-Head attention; see `configuration_moh_llama`."""
+"""The configuration of a Qwen3 with Mixture-of-Head attention. See `configuration_moh_llama`."""
 
 from .configuration_moh_llama import MohHeads
 
@@ -6,7 +6,7 @@ from transformers import Qwen3Config
 
 
 class MohQwen3Config(MohHeads, Qwen3Config):
-    """A Qwen3's configuration with the heads that a token computes; see `MohLlamaConfig`."""
+    """A Qwen3's configuration with the heads that a token computes. See `MohLlamaConfig`."""
 
     model_type = "moh_qwen3"
 

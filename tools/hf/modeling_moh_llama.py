@@ -1,10 +1,13 @@
 """A Llama with Mixture-of-Head attention (MoH, arXiv 2410.11842), for transformers.
 
-The model is a transformers Llama but for three things. In each attention layer a router selects the
-heads of each token, by the norms of their queries or by matrices of its own, or all tokens have the
-same heads. The outputs of the heads that a token has not selected are multiplied by 0, all others by
-1, or by the weights of the router "one-stage" or "two-stage". And a loss that balances the use of the heads can be added
-to the model's. The names and shapes of all tensors but those matrices are a Llama's.
+The model is a transformers Llama with three changes:
+
+1. In each attention layer, a router selects the heads of each token, by the norms of their queries or by its
+own    matrices. Without a router, all tokens have the same heads. 2. The outputs of heads that a token has not
+selected are multiplied by 0. All other outputs are multiplied by 1, or    by the weights of the router
+"one-stage" or "two-stage". 3. A loss that balances the use of the heads can be added to the model's loss.
+
+The names and shapes of all tensors except the routers' matrices are a Llama's.
 
 All heads are computed, so this is no faster than the dense model.
 """
@@ -34,19 +37,19 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
-# The name of the key/value cache as an argument of transformers' modules and in their outputs: that from 5.24
-# on, and that of the releases before it.
+# The names of the key/value cache as an argument of transformers' modules and in their outputs: from release 5.24
+# on, and before it.
 CACHE_NAMES = ("cache", "past_key_values")
 CACHE = next((name for name in CACHE_NAMES if name in inspect.signature(LlamaModel.forward).parameters), None)
 if CACHE is None:
     raise ImportError(other_release("the key/value cache of a Llama has a name that this code does not know"))
 
-# Keywords with which models are called and which attention passes on, or which are no concern of its own.
+# Keywords of calls of the model that attention passes on, or that do not concern attention.
 KNOWN_KEYWORDS = frozenset(
     {
         *TransformersKwargs.__annotations__,
         *FlashAttentionKwargs.__annotations__,
-        # Of tokenizers, of packing collators and of the loss function under sequence parallelism.
+        # Keywords of tokenizers, of packing collators and of the loss function under sequence parallelism.
         *("token_type_ids", "seq_idx", "shift_labels"),
         # The pages of transformers' `generate_batch`.
         *("cache", "read_index", "write_index", "block_table", "max_seqlen_q", "max_seqlen_k"),
@@ -60,11 +63,12 @@ KNOWN_KEYWORDS = frozenset(
 class MohRouter(nn.Module):
     """Selects the heads of each token by the norms of their queries.
 
-    The router "query-norm" ranks the routed heads of a token, "group" whole groups of heads that read one key/value
-    head, by the sum of their squares. Sums of squares are in f64, a tie goes to the lower head, so that every program
-    selects the same heads. The gates are softmax(norm / std), with the unbiased standard deviation over the routed heads;
-    they are uniform, without a gradient, where all norms are equal. Those of "group" are the softmax of the groups' root
-    mean squares, the same for each head of a group.
+    The router "query-norm" ranks the routed heads of a token. The router "group" ranks whole groups of heads
+    that read one key/value head, by the sum of their squares. Sums of squares are in f64, and a tie selects the
+    lower head, so that every program selects the same heads. The gates are softmax(norm / std), with the
+    unbiased standard deviation over the routed heads. If all norms are equal, the gates are uniform, without a
+    gradient. The gates of "group" are the softmax of the groups' root mean squares, the same for each head of a
+    group.
     """
 
     def __init__(self, config, layer_idx):
@@ -77,12 +81,12 @@ class MohRouter(nn.Module):
         self.unit = self.num_heads // config.num_key_value_heads if self.by_groups else 1
 
     def forward(self, queries, hidden_states):
-        """Routes queries of shape [..., heads, head_dim], as the projection gives them.
+        """Routes queries of shape [..., heads, head_dim], as the projection returns them.
 
-        `hidden_states` [..., hidden_size] is the block's normed input, which a learned router reads. Returns the
-        weights of all heads [..., heads], and of the routed heads [..., routed] the scores, whose
-        softmax are the gates, and whether they were selected. A weight is 1 or 0; that of a selected head has its
-        gate's gradient.
+        `hidden_states` [..., hidden_size] is the block's normed input, which a learned router reads. Returns
+        the weights of all heads [..., heads], and for the routed heads [..., routed] their scores and whether
+        they were selected. The gates are the softmax of the scores. A weight is 1 or 0. The weight of a
+        selected head has its gate's gradient.
         """
         check_heads(queries, self.num_heads)
         device = queries.device
@@ -102,7 +106,7 @@ class MohRouter(nn.Module):
         return all_weights.to(device), scores.float().to(device), selected.to(device)
 
     def select(self, squares):
-        """Whether each routed head is selected, by their squares [..., routed]."""
+        """Returns whether each routed head is selected, by their squares [..., routed]."""
         # The heads of a group are adjacent.
         units = squares.unflatten(-1, (-1, self.unit)).sum(-1)
         best = units.sort(dim=-1, descending=True, stable=True).indices[..., : self.top_k // self.unit]
@@ -110,7 +114,7 @@ class MohRouter(nn.Module):
         return selected.repeat_interleave(self.unit, -1)
 
     def scores(self, queries):
-        """The scores of routed queries [..., routed, head_dim]."""
+        """Returns the scores of routed queries [..., routed, head_dim]."""
         if self.by_groups:
             of_groups = queries.unflatten(-2, (-1, self.unit)).flatten(-2)
             norms = torch.linalg.vector_norm(of_groups, dim=-1, dtype=torch.float64) / self.unit**0.5
@@ -121,11 +125,15 @@ class MohRouter(nn.Module):
 class MohLogitRouter(MohRouter):
     """Selects the heads of each token by logits, linear functions of the block's normed input.
 
-    Row i of `weight` is that of head i. The gates are the softmax of the logits of the routed heads. With the router
-    "linear" a weight is 1 or 0, as by norms; "two-stage" weighs the heads (equations 5 and 6, normalised as in the
-    authors' code): selected heads by their number times their share of the selected gates, shared heads by their
-    number times a softmax of their logits, both times twice the softmax of two more logits; "one-stage" does so
-    without these two.
+    Row i of `weight` belongs to head i. The gates are the softmax of the logits of the routed heads. With the
+    router "linear" a weight is 1 or 0, as by norms. "two-stage" weighs the heads (equations 5 and 6, normalised
+    as in the authors' code):
+
+    1. A selected head has the number of selected heads times its share of the selected gates. 2. A shared head
+    has the number of shared heads times the softmax of their logits. 3. Both are multiplied by twice the
+    softmax of two more logits.
+
+    "one-stage" omits step 3.
     """
 
     def __init__(self, config, layer_idx):
@@ -159,7 +167,7 @@ class MohLogitRouter(MohRouter):
 
 
 class SharedHeads(nn.Module):
-    """The weights of a layer without a router: 1 for shared heads, 0 for the others."""
+    """The weights of a layer without a router: 1 for shared heads, 0 for other heads."""
 
     def __init__(self, config, layer_idx):
         super().__init__()
@@ -167,7 +175,7 @@ class SharedHeads(nn.Module):
         self.shared_heads, _ = config.layer_heads(layer_idx)
 
     def forward(self, queries, hidden_states):
-        """Returns the weights [heads] of all tokens, as the first of a tuple."""
+        """Returns the weights [heads] of all tokens, as the first element of a tuple."""
         check_heads(queries, self.num_heads)
         weights = torch.zeros(self.num_heads, dtype=queries.dtype, device=queries.device)
         weights[self.shared_heads] = 1
@@ -175,7 +183,7 @@ class SharedHeads(nn.Module):
 
 
 def check_heads(queries, num_heads):
-    """Refuses queries of some of the heads."""
+    """Rejects queries that lack some of the heads."""
     if queries.shape[-2] != num_heads:
         raise NotImplementedError(
             f"{queries.shape[-2]} of {num_heads} heads are on this device: Mixture-of-Head ranks all "
@@ -184,7 +192,7 @@ def check_heads(queries, num_heads):
 
 
 def router_of(config, layer_idx):
-    """The router of a layer; None if the layer is dense, with all heads shared."""
+    """Returns the router of a layer. None if the layer is dense, with all heads shared."""
     shared_heads, _ = config.layer_heads(layer_idx)
     if len(shared_heads) == config.num_attention_heads:
         return None
@@ -193,20 +201,20 @@ def router_of(config, layer_idx):
 
 
 def normalized_norms(queries):
-    """The norms of queries [..., heads, head_dim] divided by their standard deviation over the heads; 0
-    where all are equal."""
+    """Returns the norms of queries [..., heads, head_dim] divided by their standard deviation over the heads, and 0
+    where all norms are equal."""
     norms = torch.linalg.vector_norm(queries, dim=-1, dtype=torch.float64)
-    # The mean of equal norms may differ from them by a rounding, so equality is tested by itself.
+    # The mean of equal norms may differ from them by a rounding, so equality is tested directly.
     equal = norms.amax(-1, keepdim=True) == norms.amin(-1, keepdim=True)
-    # One norm has no deviation, and is equal to itself.
+    # A single norm has no deviation, and is equal to itself.
     std = norms.std(-1, keepdim=True, correction=min(1, norms.shape[-1] - 1)).masked_fill(equal, 1)
     return (norms / std).masked_fill(equal, 0)
 
 
 def balance_loss(router_logits, selected_heads, attention_mask=None, weighs=False):
-    """The mean over layers of sum_i f_i P_i: f_i is the share of tokens that select head i, P_i its mean gate. If the
-    router weighs heads, it is that times the number of routed heads. Tokens whose `attention_mask` [batch, length] is
-    0 do not count. None if no layer routes."""
+    """Returns the mean over layers of sum_i f_i P_i: f_i is the share of tokens that select head i, P_i its mean
+    gate. If the router weighs heads, multiplies it by the number of routed heads. Tokens with 0 in
+    `attention_mask` [batch, length] do not count. None if no layer routes."""
     losses = []
     for scores, selected in zip(router_logits or (), selected_heads or ()):
         gates = scores.softmax(-1)
@@ -228,7 +236,7 @@ def is_token_mask(attention_mask):
 
 
 def token_mask(attention_mask, gates):
-    """The mask of the tokens of this pass as numbers [batch, length, 1]."""
+    """Returns the mask of the tokens of this pass as numbers [batch, length, 1]."""
     if not is_token_mask(attention_mask):
         raise ValueError(
             "output_router_logits needs an attention_mask of shape [batch, length], to leave padding out of the "
@@ -239,9 +247,9 @@ def token_mask(attention_mask, gates):
 
 
 def take_cache(past_key_values, keywords):
-    """The key/value cache of a call by either name; that among the keywords is removed from them."""
+    """Returns the key/value cache of a call by either name, and removes it from the keywords."""
     cache = keywords.get("cache")
-    # Before 5.24 `cache` is also that of `generate_batch`, which the attention function updates.
+    # Before 5.24, `cache` is also the cache of `generate_batch`, which the attention function updates.
     if CACHE != "cache" and not isinstance(cache, Cache | None):
         return past_key_values
     keywords.pop("cache", None)
@@ -253,10 +261,10 @@ def take_cache(past_key_values, keywords):
 
 
 def check_keywords(attention_function, cache, keywords):
-    """Refuses a call of attention that another release of transformers means otherwise than this code.
+    """Rejects a call of attention that means something else in another release of transformers.
 
-    A keyword that is neither known nor an argument of the attention function would be lost. Under its name may be
-    the cache, a mask or positions, without which the result is wrong; numbers and strings are none of these.
+    A keyword that is neither known nor an argument of the attention function would be lost. It may be
+    the cache, a mask or positions, without which the result is wrong. Numbers and strings are none of these.
     """
     for name, value in keywords.items():
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -270,7 +278,7 @@ def check_keywords(attention_function, cache, keywords):
 
 
 def update_cache(cache, keys, values, layer_idx, keywords):
-    """Adds keys and values to the cache and returns all of the layer."""
+    """Adds keys and values to the cache. Returns all keys and values of the layer."""
     if CACHE == "cache":
         # The pages of `generate_batch` read and change the keywords of the attention function.
         return cache.update(keys, values, layer_idx, kwargs=keywords)
@@ -278,7 +286,7 @@ def update_cache(cache, keys, values, layer_idx, keywords):
 
 
 def forward_body(forward, *args, past_key_values=None, **keywords):
-    """The forward pass `forward` of a body, which takes the cache by either name and must have written to it."""
+    """Runs the forward pass `forward` of a body. It accepts the cache by either name, and must have written to it."""
     cache = take_cache(past_key_values, keywords)
     if cache is not None:
         keywords[CACHE] = cache
@@ -290,13 +298,13 @@ def forward_body(forward, *args, past_key_values=None, **keywords):
 
 
 class MohLlamaAttention(LlamaAttention):
-    """A Llama's attention whose heads' outputs are multiplied by the router's weights."""
+    """A Llama's attention with the outputs of its heads multiplied by the router's weights."""
 
     def __init__(self, config: MohLlamaConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.router = router_of(config, layer_idx)
 
-    # The servers' transformers backends read this source: the projections are called with the same
+    # The servers' transformers backends read this source. The projections are called with the same
     # expression, and the attention function once, by a local name.
     def forward(
         self,
@@ -374,8 +382,8 @@ class MohCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
     """A language model's outputs.
 
     With `output_router_logits`, `aux_loss` is the balance loss. `router_logits` has the scores of each
-    layer that routes, [batch, length, routed heads], whose softmax are the gates, and `selected_heads`
-    whether the token selected the head; the routed heads are those that are not shared, in ascending order.
+    layer that routes, [batch, length, routed heads]. The gates are their softmax. `selected_heads` says
+    whether the token selected the head. The routed heads are the heads that are not shared, in ascending order.
     """
 
     selected_heads: tuple[torch.Tensor] | None = None
@@ -410,8 +418,9 @@ class MohCausalLM:
         logits_to_keep=0,
         **kwargs,
     ):
-        """As a Llama's, with the key/value cache as `past_key_values` or `cache`. With `output_router_logits`, the
-        balance loss times `router_aux_loss_coef` is part of the loss; see `MohCausalLMOutputWithPast`."""
+        """Runs a Llama's forward pass, with the key/value cache as `past_key_values` or `cache`. With
+        `output_router_logits`, the balance loss times `router_aux_loss_coef` is part of the loss. See
+        `MohCausalLMOutputWithPast`."""
         cache = take_cache(past_key_values, kwargs)
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
@@ -435,7 +444,7 @@ class MohCausalLM:
         router_logits = outputs.get("router_logits")
         selected_heads = outputs.get("selected_heads")
         weighs = self.config.moh_router in WEIGHING_ROUTERS
-        # In generation with a static cache the mask is made for attention, and no loss is wanted.
+        # In generation with a static cache the mask is for attention, and no loss is needed.
         wanted = labels is not None or attention_mask is None or is_token_mask(attention_mask)
         aux_loss = balance_loss(router_logits, selected_heads, attention_mask, weighs) if wanted else None
         if aux_loss is not None and loss is not None:
@@ -467,8 +476,8 @@ class MohCausalLM:
 
 
 def share_of_step(labels, num_items_in_batch):
-    """The share of a step's targets that are this micro-batch's, where the trainer says how many the step
-    has: the balance losses of its micro-batches then add up to their mean, as the cross-entropies do."""
+    """Returns this micro-batch's share of a step's targets, if the trainer passes the number of targets in the
+    step. The balance losses of its micro-batches then add up to their mean, as the cross-entropies do."""
     if num_items_in_batch is None:
         return 1
     targets = (labels[..., 1:] != -100).sum()

@@ -1,7 +1,7 @@
-"""A Qwen3 with Mixture-of-Head attention; see `modeling_moh_llama`.
+"""A Qwen3 with Mixture-of-Head attention. See `modeling_moh_llama`.
 
 The router reads the projection's output, before the norm of queries: normed queries have nearly equal
-norms, which say nothing about a head.
+norms, which do not distinguish heads.
 """
 
 from collections.abc import Callable
@@ -32,13 +32,13 @@ from transformers.utils.output_capturing import OutputRecorder
 
 
 class MohQwen3Attention(Qwen3Attention):
-    """A Qwen3's attention whose heads' outputs are multiplied by the router's weights."""
+    """A Qwen3's attention with the outputs of its heads multiplied by the router's weights."""
 
     def __init__(self, config: MohQwen3Config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.router = router_of(config, layer_idx)
 
-    # Read by servers, as that of `MohLlamaAttention`.
+    # Servers read this source, as the source of `MohLlamaAttention`.
     def forward(
         self,
         hidden_states,

@@ -1,4 +1,4 @@
-"""Runs this repository's programs for the tests, and makes the models and token files that they read."""
+"""Runs this repository's programs for the tests, and writes the models and token files that they read."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ import types
 import unittest
 from pathlib import Path
 
-# The dynamic modules of transformers are kept apart from the user's, and no hub is asked.
+# transformers' dynamic modules are kept apart from the user's, and no hub is contacted.
 CACHE = tempfile.TemporaryDirectory()
 os.environ.update(HF_HOME=CACHE.name, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
@@ -30,7 +30,7 @@ PROGRAMS = Path(os.environ.get("MOH_PROGRAMS", REPOSITORY / "target" / "debug"))
 FIXTURES = Path(os.environ.get("MOH_FIXTURES", REPOSITORY.parent / "shared" / "fixtures"))
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"
 VOCABULARY = 160
-# Keys of a recipe of one step, whose first moment is the gradient times 1 - beta1.
+# Keys of a recipe with a single step. Its first moment is the gradient times 1 - beta1.
 BETA1 = 0.5
 BALANCE = 0.01
 LLAMA3_ROPE = {
@@ -44,14 +44,14 @@ LLAMA3_ROPE = {
 
 
 def code(name):
-    """A module of the modelling code, which imports its neighbours as those of a package."""
+    """Loads a module of the modelling code, which imports its neighbours as in a package."""
     package = sys.modules.setdefault("moh_hf", types.ModuleType("moh_hf"))
     package.__path__ = [str(Path(__file__).parent)]
     return importlib.import_module(f"moh_hf.{name}")
 
 
 def run(program, *arguments):
-    """Runs a program to its end and returns what it prints."""
+    """Runs a program to its end. Returns its output."""
     command = [PROGRAMS / program, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     if done.returncode != 0:
@@ -65,7 +65,7 @@ def convert(source, out, *options):
 
 
 def load(directory, attention="sdpa", dtype=torch.float32, **options):
-    """The language model in a directory, by its auto class."""
+    """Loads the language model in a directory by its auto class."""
     auto = transformers.AutoModelForCausalLM
     return auto.from_pretrained(
         directory, trust_remote_code=True, dtype=dtype, attn_implementation=attention, **options
@@ -78,7 +78,7 @@ def random_ids(model, batch, length, seed=0):
 
 
 def our_logits(directory, ids, scratch):
-    """The logits of `ids` by moh-eval, and for each layer that routes which heads were selected."""
+    """Returns the logits of `ids` by moh-eval, and the selected heads of each layer that routes."""
     (scratch / "ids.json").write_text(json.dumps(ids.tolist()))
     out = scratch / "logits.safetensors"
     files = ("--ids", scratch / "ids.json", "--out", out, "--force")
@@ -93,7 +93,7 @@ def our_logits(directory, ids, scratch):
 
 
 def write_tokens(prefix, ids):
-    """A token file of one document; docs/formats.md has its format."""
+    """Writes a token file with a single document. docs/formats.md has its format."""
     prefix.with_suffix(".bin").write_bytes(struct.pack(f"<{len(ids)}H", *ids))
     header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 1, 2)
     index = struct.pack("<iqqq", len(ids), 0, 0, 1)
@@ -101,8 +101,8 @@ def write_tokens(prefix, ids):
 
 
 def train_one_step(directory, windows, scratch):
-    """One step of moh-train on windows [batch, length + 1] of which each begins with the last token of the
-    one before. Returns the step's metrics, and its gradients by name."""
+    """Runs a step of moh-train on windows [batch, length + 1]. Each window starts with the last token of the
+    previous window. Returns the step's metrics, and its gradients by name."""
     batch, length = windows.shape[0], windows.shape[1] - 1
     tokens = torch.cat([windows[:, :-1].flatten(), windows[-1, -1:]])
     write_tokens(scratch / "step", tokens.tolist())
@@ -142,7 +142,7 @@ def train_one_step(directory, windows, scratch):
 
 
 def random_llama(out):
-    """An untied Llama with Llama 3's RoPE, whose width of a head does not follow from the others."""
+    """Writes an untied Llama with Llama 3's RoPE and a head width that is independent of the other sizes."""
     config = transformers.LlamaConfig(
         **sizes(), num_hidden_layers=3, head_dim=16, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False
     )
@@ -171,7 +171,7 @@ def sizes():
 def save_random(model_class, config, out):
     torch.manual_seed(1)
     model = model_class(config)
-    # Norms of 1 would hide that one is missing.
+    # With norms of 1, a missing norm would not be detected.
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -180,7 +180,7 @@ def save_random(model_class, config, out):
 
 
 class Models(unittest.TestCase):
-    """Tests with converted models, which are made once for a class."""
+    """Tests with converted models, which are created once for a class."""
 
     @classmethod
     def setUpClass(cls):
@@ -195,7 +195,7 @@ class Models(unittest.TestCase):
 
     @classmethod
     def model(cls, name):
-        """The directory of the model `name`, made when it is first needed."""
+        """Returns the directory of the model `name`, created on first use."""
         directory = cls.root / name
         if not directory.exists():
             cls.make(name, directory)
@@ -227,7 +227,7 @@ class Models(unittest.TestCase):
 
     @classmethod
     def make_learned(cls, name, out):
-        """A model with random matrices of a router, of which conversions make zeros or none."""
+        """Writes a model with random router matrices, which conversions would create as zeros or not at all."""
         convert(random_qwen3(cls.root / f"qwen3-{name}"), out, "--router", "two-stage", "--active", 0.5)
         config = json.loads((out / "config.json").read_text())
         weights = load_file(out / "model.safetensors")
@@ -242,5 +242,5 @@ class Models(unittest.TestCase):
 
 
 NAMES = ["tied", "by-layer", "untied", "sets", "qwen3"]
-# Models with the other routers, which differ from those in what is computed of a forward and a backward pass.
+# Models with the other routers, which compute forward and backward passes differently.
 ROUTERS = ["group", "static", "linear", "one-stage", "two-stage"]

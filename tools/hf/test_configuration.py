@@ -10,7 +10,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
-from programs import (  # First: it sets the environment of transformers.
+from programs import (  # Must be first: it sets the environment of transformers.
     PROGRAMS,
     REPOSITORY,
     our_logits,
@@ -28,7 +28,7 @@ from transformers.models.qwen3 import modeling_qwen3
 KEYS = json.loads((REPOSITORY / "workspace/hf/src/config_file/keys.json").read_text())
 MODULES = [cache_utils, masking_utils, modeling_llama, modeling_qwen3, modeling_rope_utils]
 CONFIGS = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}
-# Of the largest logit: both sides add in f32 in another order, and transformers computes frequencies in f32.
+# Relative to the largest logit. Both sides add in f32 in another order, and transformers computes frequencies in f32.
 TOLERANCE = 5e-5
 
 LINEAR = {"rope_type": "linear", "factor": 3.0}
@@ -42,7 +42,7 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 DEFAULT = {"rope_type": "default", "rope_theta": 300.0}
 
-# Of each: entries of config.json beside the sizes; None removes a key.
+# For each: entries of config.json in addition to the sizes. None removes a key.
 SAME = {
     "nothing about RoPE": {},
     "a base": {"rope_theta": 500.0},
@@ -111,7 +111,7 @@ REFUSED = {
 
 
 def names_read(module):
-    """The attributes of configurations that a module reads."""
+    """Yields the attributes of configurations that a module reads."""
 
     def is_config(node):
         return "config" in (getattr(node, "id", None) or getattr(node, "attr", None) or "")
@@ -156,7 +156,7 @@ class Configurations(unittest.TestCase):
             save_random(transformers.AutoModelForCausalLM.from_config, config(**tied), cls.sources[name])
 
     def directory(self, name, entries):
-        """A model whose configuration has sizes and these entries alone."""
+        """Writes a model that has only the sizes and these entries in its configuration."""
         out = Path(tempfile.mkdtemp(dir=self.root))
         os.link(self.sources[name] / "model.safetensors", out / "model.safetensors")
         fields = {"model_type": name, "rms_norm_eps": 1e-5, "num_hidden_layers": 2, "head_dim": 16, **sizes(), **entries}

@@ -1,12 +1,12 @@
-"""What `generate` of transformers gives with a key/value cache, compared with what it gives without one and
-with moh-generate; and that an argument by a name that the model's code does not know is refused."""
+"""Compares the results of transformers' `generate` with a key/value cache with its results without a cache and
+with moh-generate. Checks that an argument with a name unknown to the model's code is rejected."""
 
 import importlib.util
 import unittest
 from pathlib import Path
 from unittest import mock
 
-# First: it sets the environment of transformers.
+# Must be first: it sets the environment of transformers.
 from programs import NAMES, Models, code, load, random_ids, run
 
 import torch
@@ -19,18 +19,18 @@ VERSION = rf"transformers {transformers.__version__}.*pip install"
 
 
 def generate(model, ids, **options):
-    """The tokens that `model` adds to `ids`, always as many."""
+    """Returns the tokens that `model` adds to `ids`, always the same number."""
     fixed = {"max_new_tokens": LENGTH, "min_new_tokens": LENGTH, "do_sample": False, "pad_token_id": 0}
     options.setdefault("attention_mask", torch.ones_like(ids))
     return model.generate(ids, **fixed, **options)[:, ids.shape[1] :]
 
 
 def generate_continuously(model, prompts):
-    """The tokens that `model` adds to each prompt in batches of its tokens, other prompts' and generated ones."""
+    """Returns the tokens that `model` adds to each prompt, in batches that mix prompts' and generated tokens."""
     options = {"max_new_tokens": LENGTH, "do_sample": False, "pad_token_id": 0}
     # No token ends a text.
     greedy = transformers.GenerationConfig(**options, eos_token_id=-1)
-    # Fewer tokens in a batch than the prompts have; without limits the cache takes most of the memory.
+    # Batches have fewer tokens than the prompts. Without limits, the cache uses most of the memory.
     limits = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=20)
     answers = model.generate_batch(
         [prompt.tolist() for prompt in prompts],
@@ -48,7 +48,7 @@ class Cached(Models):
         self.loaded = {name: load(self.model(name)) for name in NAMES}
 
     def each(self):
-        """Every model, with prompts and what it generates from them without a cache."""
+        """Yields every model, with prompts and the tokens that it generates from them without a cache."""
         for name, model in self.loaded.items():
             with self.subTest(model=name):
                 ids = random_ids(model, 4, 16)
@@ -137,7 +137,7 @@ class OtherReleases(Models):
     """Layers that call attention as another release of transformers might."""
 
     def refused(self, error, message, **renamed):
-        """Checks that generation fails when layers rename arguments, or leave them out where the name is None."""
+        """Checks that generation fails when layers rename arguments, or omit them if the name is None."""
 
         def rename(_, arguments, keywords):
             kept = {renamed.get(name, name): value for name, value in keywords.items()}

@@ -1,9 +1,9 @@
-"""What transformers computes with a Mixture-of-Head model, compared with this repository's programs."""
+"""Compares the results of transformers with a Mixture-of-Head model with this repository's programs."""
 
 import json
 import unittest
 
-from programs import (  # First: it sets the environment of transformers.
+from programs import (  # Must be first: it sets the environment of transformers.
     FIXTURES,
     NAMES,
     ROUTERS,
@@ -86,7 +86,7 @@ class Outputs(Models):
             if ids[0, -1] == tokenizer.eos_token_id:
                 ids = ids[:, :-1]
             model = load(directory)
-            # Two of the same, the second of which is padded on the left.
+            # Two equal sequences. The second is padded on the left.
             padded = torch.cat([torch.full((1, 3), tokenizer.eos_token_id), ids], 1)
             mask = torch.cat([torch.zeros(1, 3), torch.ones(ids.shape)], 1).long()
             for ids, mask in [(ids, None), (padded, mask)]:

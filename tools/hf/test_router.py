@@ -1,4 +1,4 @@
-"""The router and the configuration by themselves, without any of this repository's programs."""
+"""Tests of the router and the configuration, without this repository's programs."""
 
 import ast
 import inspect
@@ -7,7 +7,7 @@ import textwrap
 import unittest
 from unittest import mock
 
-# First: it sets the environment of transformers.
+# Must be first: it sets the environment of transformers.
 from programs import REPOSITORY, VOCABULARY, code
 
 import torch
@@ -24,12 +24,12 @@ def config(**changes):
 
 class Router(unittest.TestCase):
     def router(self, heads, top_k):
-        """A router of heads of which none is shared."""
+        """Returns a router without shared heads."""
         counts = {"moh_shared_heads": 0, "moh_routed_top_k": top_k}
         return llama.MohRouter(config(num_attention_heads=heads, num_key_value_heads=1, **counts), 0)
 
     def route(self, norms, top_k=2, dtype=torch.float32):
-        """Routes one token whose queries have these norms; none of its heads is shared."""
+        """Routes a token with these norms of its queries and without shared heads."""
         queries = torch.zeros(1, 1, len(norms), 4, dtype=dtype)
         queries[..., 0] = torch.tensor(norms)
         queries.requires_grad_()
@@ -214,7 +214,7 @@ class Configuration(unittest.TestCase):
         given = config(**ids)
         self.assertEqual((given.layer_heads(0), given.layer_heads(1)), (([0, 5], 3), ([2], 3)))
         written = given.to_dict()
-        # moh-train and the other programs read one of the two.
+        # moh-train and the other programs read one of the two keys.
         self.assertIsNone(written["moh_shared_heads"])
         self.assertEqual(MohLlamaConfig.from_dict(written).layer_heads(0), ([0, 5], 3))
         self.assertEqual(MohLlamaConfig.from_dict(written, moh_shared_heads=4).layer_heads(0)[0], [0, 1, 2, 3])
@@ -240,14 +240,14 @@ class Configuration(unittest.TestCase):
 
     def test_an_older_transformers_is_an_import_error(self):
         source = (REPOSITORY / "tools" / "hf" / "configuration_moh_llama.py").read_text()
-        # A lazy import may have replaced the module that this file has.
+        # A lazy import may have replaced this file's module.
         with mock.patch.object(sys.modules["transformers"], "__version__", "4.57.1"):
             with self.assertRaisesRegex(ImportError, "need transformers 5.* this is 4.57.1"):
                 exec(compile(source, "configuration_moh_llama.py", "exec"), {"__name__": "configuration"})
 
 
 class ServerBackend(unittest.TestCase):
-    """What the transformers backends of vLLM and SGLang ask of the code of a model."""
+    """The requirements of vLLM's and SGLang's transformers backends on the code of a model."""
 
     ATTENTION = [llama.MohLlamaAttention, qwen3.MohQwen3Attention]
 

@@ -1,9 +1,9 @@
-"""What transformers trains: gradients of Mixture-of-Head models compared with those of moh-train, and the
-ways in which people fine-tune."""
+"""Compares gradients of Mixture-of-Head models in transformers with moh-train's, and tests common ways of
+fine-tuning."""
 
 import unittest
 
-# First: it sets the environment of transformers.
+# Must be first: it sets the environment of transformers.
 from programs import BALANCE, NAMES, ROUTERS, Models, convert, load, our_logits, random_ids, train_one_step
 
 import torch
@@ -11,19 +11,19 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn.functional import cross_entropy
 
-# Relative to the norm of the gradient; both sides add in f32 in another order.
+# Relative to the norm of the gradient. Both sides add in f32 in another order.
 GRADIENT_TOLERANCE = 1e-4
 
 
 def windows_of(ids):
-    """Windows of which each begins with the last token of the one before."""
+    """Returns windows, each starting with the last token of the previous window."""
     batch, length = ids.shape
     flat = torch.cat([ids.flatten(), ids[0, :1]])
     return torch.stack([flat[row * length :][: length + 1] for row in range(batch)])
 
 
 def loss_of(model, windows):
-    """The loss of moh-train: windows have a target for each of their inputs."""
+    """Returns the loss of moh-train: windows have a target for each of their inputs."""
     out = model(windows[:, :-1], output_router_logits=True)
     ce = cross_entropy(out.logits.flatten(0, 1), windows[:, 1:].flatten())
     return ce, out.aux_loss
@@ -74,7 +74,7 @@ class Gradients(Models):
                         )
                 ce, balance = loss_of(model, windows)
                 (ce + BALANCE * balance).backward()
-                # A learned router passes it to the blocks before.
+                # A learned router passes the gradient to the previous blocks.
                 learned = name in ("linear", "one-stage", "two-stage")
                 query = f"model.layers.{0 if learned else 1}.self_attn.q_proj.weight"
                 error = (gradients(model)[query] - ours[query]).norm() / ours[query].norm()
@@ -104,7 +104,7 @@ class Gradients(Models):
             model(ids, labels=ids, output_router_logits=True, use_cache=False)
 
     def test_bf16_has_the_gradients_of_f32(self):
-        # Of the first ids whose tokens select the same heads: near ties fall otherwise in bf16.
+        # First ids with tokens that select the same heads: near ties select differently in bf16.
         for seed in range(1, 9):
             models = [load(self.model("qwen3"), dtype=dtype).train() for dtype in (torch.float32, torch.bfloat16)]
             ids = random_ids(models[0], 2, 24, seed=seed)
@@ -143,7 +143,7 @@ class BalanceLoss(Models):
         self.assertIsNone(plain.aux_loss)
         self.assertAlmostEqual(balanced.loss.item(), (plain.loss + 0.5 * balanced.aux_loss).item(), places=5)
         self.assertEqual(load(self.model("untied")).config.router_aux_loss_coef, 0.01)
-        # The micro-batches of a step add up to one weight.
+        # The micro-batches of a step add up to a weight of one.
         targets = 2 * 23
         parts = sum(
             model(row, labels=row, output_router_logits=True, num_items_in_batch=targets).loss for row in ids.split(1)

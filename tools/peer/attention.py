@@ -42,7 +42,7 @@ def rows(options, programs, folder):
 
 
 def measure(programs, length: int, dtype: str, seconds: float) -> dict:
-    """Seconds forward and backward: dense, and by active fraction."""
+    """Returns the seconds forward and backward: dense, and by active fraction."""
     found = programs.bench(
         "attention", "--heads", HEADS, "--kv-heads", KV_HEADS, "--head-dim", HEAD_DIM,
         "--length", length, "--dtype", dtype, "--seconds", seconds,
@@ -67,7 +67,7 @@ class Sdpa:
         self.gradient = random(HEADS)
 
     def seconds(self) -> float:
-        """Median of a forward and backward pass."""
+        """Returns the median seconds of a forward and backward pass."""
         times = []
         for _ in range(3):
             for tensor in self.inputs:

@@ -1,4 +1,4 @@
-"""Generation of several sequences at once, with caches of some length: tokens per second of a pass."""
+"""Generation of several sequences at once, with caches of a given length: tokens per second of a pass."""
 
 import inspect
 import statistics
@@ -47,13 +47,14 @@ def compare(programs, options, config, model, name, dtype, batch, context) -> Ro
 
 @torch.inference_mode()
 def passes(model, batch, context, count):
-    """Seconds of passes of a token of each sequence. The cached keys and values are random, as the weights are."""
+    """Returns the seconds of passes with a token of each sequence. The cached keys and values are random, as the
+    weights are."""
     config = model.config
     shape = (batch, config.num_key_value_heads, context, config.head_dim)
     cache = DynamicCache(config=config)
     for layer in range(config.num_hidden_layers):
         cache.update(torch.randn(shape, dtype=model.dtype), torch.randn(shape, dtype=model.dtype), layer)
-    # Its name since 5.24, and before.
+    # Its name since 5.24, and its name before.
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     ids, seconds = torch.zeros(batch, 1, dtype=torch.long), []
     for _ in range(count + 1):

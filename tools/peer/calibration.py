@@ -28,9 +28,10 @@ SPREADS = {"two-stage": 0.3, "one-stage": 0.3, "linear": 1.0}
 
 
 def first_layer(ids):
-    """Of the first layer, for windows of ids: its normed input, its heads' outputs, `[tokens, heads, size]`, the output
-    projection, and the factors of errors, `[tokens, 1]`: by what RMSNorm multiplies the stream before or after attention, the
-    lesser one, times the root of FIRST_TOKEN for the first token of a window."""
+    """Returns, for the first layer and windows of ids: its normed input, its heads' outputs, `[tokens, heads,
+    size]`, the output projection, and the factors of errors, `[tokens, 1]`. A factor is RMSNorm's factor of the
+    stream before or after attention, whichever is less. For the first token of a window it is multiplied by the
+    root of FIRST_TOKEN."""
     config = json.loads((QUICKSTART / "config.json").read_text())
     tensors = {name: tensor.double() for name, tensor in load_file(QUICKSTART / "model.safetensors").items()}
     of = lambda name: tensors[f"model.layers.0.{name}.weight"]  # noqa: E731
@@ -56,7 +57,7 @@ def first_layer(ids):
 
 
 def parts(windows):
-    """The tokens that fits read, that choose their ridge, and that are held out, of nine passes or more."""
+    """Returns the tokens that fits read, that choose their ridge, and that are held out, of nine passes or more."""
     batch = min(4096 // LENGTH, windows // 9)
     place = torch.arange(windows // batch * batch).div(batch, rounding_mode="floor") % 9
     place = place.repeat_interleave(LENGTH)
@@ -64,14 +65,15 @@ def parts(windows):
 
 
 def ridge(features, targets, factor=RIDGE):
-    """W with the least |targets - features W^T|^2 + lambda |W|^2."""
+    """Returns W with the least |targets - features W^T|^2 + lambda |W|^2."""
     gram = features.T @ features
     gram.diagonal().add_(factor * gram.diagonal().mean())
     return torch.linalg.solve(gram, features.T @ targets).T
 
 
 def best_ridge(features, targets, fitted, others):
-    """The ridge whose fit has the least error of others: from the largest one on, until the error grows."""
+    """Returns the ridge with the least error of its fit on other tokens. Tries ridges from the largest, until the
+    error grows."""
     errors = []
     for factor in RIDGES:
         fit = ridge(features[fitted], targets[fitted], factor)
@@ -82,7 +84,7 @@ def best_ridge(features, targets, fitted, others):
 
 
 def calibrated(options, ids, folder, *words):
-    """The first layer's tensors of a conversion."""
+    """Returns the first layer's tensors of a conversion."""
     out = folder / "-".join(words).replace("--", "")
     windows = ("--calibration", QUICKSTART / TEXT, "--calibration-tokens", ids.numel(), "--calibration-length", LENGTH)
     convert = (options.programs / "moh-convert", "--from", QUICKSTART, "--dtype", "f32", "--no-verify", "--out", out)
@@ -112,7 +114,7 @@ def main():
     fine = []
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        # Fixed heads: those after the sixth are left out.
+        # Fixed heads: the heads after the sixth are left out.
         kept = outputs.clone()
         kept[:, 6:] = 0
         kept = kept.flatten(1) * scales

@@ -65,7 +65,7 @@ def parse():
 
 
 def available() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:
@@ -73,7 +73,7 @@ def available() -> int:
 
 
 def warn_of_load(threads: int) -> float | None:
-    """Load of the last minute; other work slows the two sides differently."""
+    """Warns if the load of the last minute is high: other work slows the two sides differently."""
     if not hasattr(os, "getloadavg"):
         return None
     load = os.getloadavg()[0]

@@ -1,4 +1,4 @@
-"""Greedy generation of one sequence with a cache: tokens per second after the prompt."""
+"""Greedy generation of a single sequence with a cache: tokens per second after the prompt."""
 
 import shutil
 import statistics
@@ -30,7 +30,7 @@ def rows(options, programs, folder):
 
 
 def write_random(path: Path):
-    """Random weights of shape c. Any tokenizer of fewer words serves: the quickstart's."""
+    """Writes random weights of shape c. Any tokenizer with fewer words works, such as the quickstart's."""
     build(SHAPES["c"]).save_pretrained(path)
     shutil.copy(QUICKSTART / "tokenizer.json", path)
 
@@ -55,7 +55,7 @@ def compare(options, programs, what, directory, prompt, wanted) -> Row:
 
 
 def decode(model, ids, tokens: int):
-    """Tokens per second without the prompt's pass, which also gives the first token."""
+    """Returns the tokens per second without the prompt's pass, which also computes the first token."""
     first, _ = generate(model, ids, 1)
     seconds, sequence = generate(model, ids, tokens)
     return (len(sequence) - ids.shape[1] - 1) / (seconds - first), sequence

@@ -23,7 +23,7 @@ import argparse
 import os
 import sys
 
-# Before torch is imported: a step that just fits must not fail because of fragmentation.
+# Before torch is imported: a step that barely fits must not fail because of fragmentation.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
@@ -37,7 +37,7 @@ SHAPE = {"length": (8192, 256), "batch": (1, 2), "heads": (32, 8), "kv-heads": (
 
 
 def limits(options):
-    """The rows of the part `limits`: yields True for each."""
+    """Reports the rows of the part `limits`: yields True for each."""
     side = 8192 if CUDA else 512
     left, right = (torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     report("matmul", side=side, tflops=2 * side**3 / median_ms(lambda: left @ right, options) / 1e9)

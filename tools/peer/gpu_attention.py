@@ -1,7 +1,7 @@
 """PyTorch's own attention: scaled_dot_product_attention by each backend, and FlexAttention.
 
-FlexAttention gets MoH as a mask of all rows: a row reads the keys up to its own token where the
-token selected the head, and none where it did not.
+FlexAttention gets MoH as a mask of all rows. If the token selected the head, a row reads the keys up to its own
+token. Otherwise it reads no key.
 """
 
 import torch
@@ -15,29 +15,29 @@ from gpu_timing import CUDA, attempt
 BLOCK = 128
 # What FlexAttention runs on by default.
 USUAL = "triton" if CUDA else "uncompiled"
-# The slow one last: it writes every score, and may leave no memory for others.
+# The slow backend is last: it writes every score, and may leave no memory for others.
 BACKENDS = ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]
 
 
 def prefix_mask(last, length, visible=None):
-    """A BlockMask in which row r of problem b and head h reads the keys 0 to last[b, h, r].
+    """Returns a BlockMask in which row r of problem b and head h reads the keys 0 to last[b, h, r].
 
-    The rows a block covers see a common prefix in full and a longer one in part, so its two counts
-    follow from the smallest and the largest of `last`, without looking at every pair of row and
-    key as `create_block_mask` does. A row with -1 reads nothing. `visible` says the same in other
-    words than by `last`.
+    The rows that a block covers see a common prefix in full and a longer prefix in part. So its two counts
+    follow from the smallest and the largest of `last`, without a check of every pair of row and
+    key as in `create_block_mask`. A row with -1 reads no key. `visible` defines the same mask without
+    `last`.
     """
     def within_prefix(batch, head, row, key):
         return key <= last[batch, head, row]
 
     batch, heads, rows = last.shape
-    # Rows beyond the end read nothing, and must not make a block look full.
+    # Rows beyond the end read no key, and must not make a block look full.
     padded = functional.pad(last, (0, -rows % BLOCK), value=-1)
     blocks = padded.view(batch, heads, -1, BLOCK)
     full = ((blocks.amin(-1) + 1) // BLOCK).int()
     touched = ((blocks.amax(-1) + BLOCK) // BLOCK).int()
     keys = torch.arange(-(-length // BLOCK), dtype=torch.int32, device=last.device)
-    # The partial blocks follow the full ones; entries beyond the count are not read.
+    # The partial blocks follow the full blocks. Entries beyond the count are not read.
     partial = (keys + full[..., None]).clamp(max=len(keys) - 1)
     return BlockMask.from_kv_blocks(
         touched - full, partial, full, keys.expand(partial.shape).contiguous(), BLOCK_SIZE=BLOCK,
@@ -46,14 +46,14 @@ def prefix_mask(last, length, visible=None):
 
 
 def compiled_flex(options, backend):
-    """FlexAttention on the requested kernel; on a CPU it runs uncompiled, forward only."""
+    """Returns FlexAttention on the requested kernel. On a CPU it runs uncompiled, forward only."""
     if not CUDA:
         return flex_attention
     mode = "max-autotune-no-cudagraphs" if options.autotune else None
     compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
     kernel = {"BACKEND": "FLASH"} if backend == "flash" else {}
 
-    # Not ROWS_GUARANTEED_SAFE: partial blocks come first, and one may hide all of its keys from a row.
+    # Not ROWS_GUARANTEED_SAFE: partial blocks come first, and a block may hide all of its keys from a row.
     return lambda *inputs, **arguments: compiled(*inputs, kernel_options=kernel, **arguments)
 
 
@@ -62,16 +62,16 @@ def causal(_batch, _head, row, key):
 
 
 def row_mask(case):
-    """The mask of all rows: causal, and empty for rows of unselected heads."""
+    """Returns the mask of all rows: causal, and empty for rows of unselected heads."""
     token = torch.arange(case.length, dtype=torch.int32, device=case.query.device)
     if case.selected is None:
-        # One mask for all heads, which reads no tensor.
+        # A mask for all heads, which reads no tensor.
         return prefix_mask(token[None, None], case.length, causal)
     return prefix_mask(torch.where(case.selected, token, -1), case.length)
 
 
 def masked(options, backend):
-    """FlexAttention over every row, with the mask of the selected heads."""
+    """Returns FlexAttention over every row, with the mask of the selected heads."""
     flex = compiled_flex(options, backend)
 
     def build(case):
@@ -83,7 +83,7 @@ def masked(options, backend):
 
 
 def scaled_dot_product(*backends):
-    """Dense causal attention by the first backend that supports the shape."""
+    """Returns dense causal attention by the first backend that supports the shape."""
     backends = [getattr(SDPBackend, name) for name in backends]
 
     def call(query, key, value):
@@ -95,9 +95,9 @@ def scaled_dot_product(*backends):
 
 
 def variant(options, kind, backend, active, make, backward=True):
-    """One row, and whether it was measured; `make` returns the variant's `build`, and may fail.
+    """Reports a row, and returns whether it was measured. `make` returns the variant's `build`, and may fail.
 
-    `backward` is false for one that has no backward pass on this device.
+    `backward` is false for a variant without a backward pass on this device.
     """
     name = f"{kind} {backend} {active or 1.0:g}"
     if options.only and not any(word in name for word in options.only.split(",")):
@@ -112,7 +112,7 @@ def variant(options, kind, backend, active, make, backward=True):
 
 
 def attention(options):
-    """The rows of the part `attention`: yields for each whether it was measured."""
+    """Reports the rows of the part `attention`: yields for each whether it was measured."""
     for backend in BACKENDS:
         call = scaled_dot_product(backend)
         yield variant(options, "sdpa", backend.lower(), None,

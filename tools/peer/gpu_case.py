@@ -1,7 +1,7 @@
-"""One case of causal grouped-query attention: inputs, selected heads, and the reference.
+"""A case of causal grouped-query attention: inputs, selected heads, and the reference.
 
-Every variant is held to f32 attention, computed from the definition head by head, before it is
-timed; the answer of a head that a token did not select is zero.
+Every variant is compared with f32 attention, computed from the definition head by head, before it is
+timed. The answer of a head that a token did not select is zero.
 """
 
 import functools
@@ -12,8 +12,8 @@ from gpu_timing import DEVICE, median_ms
 
 # bf16 rounds inputs, probabilities and results to 8 bits: correct kernels stay under 1e-2.
 MAX_ERROR = 2e-2
-# The longest sequence that is checked in full. The scores of one head take 4 bytes per pair of
-# tokens, so longer ones are checked on CHECKED_INSTEAD tokens.
+# The longest sequence that is checked in full. The scores of a head take 4 bytes per pair of
+# tokens, so longer sequences are checked on CHECKED_INSTEAD tokens.
 MAX_CHECKED = 8192
 CHECKED_INSTEAD = 2048
 # The compared fractions of active heads, and of shared heads.
@@ -47,7 +47,7 @@ class Case:
             self.selected = self.select(generator)
 
     def select(self, generator):
-        """The shared heads and random routed heads of each token: bool of batch, head, token."""
+        """Returns the shared heads and random routed heads of each token: bool of batch, head, token."""
         scores = torch.rand(self.batch, self.length, self.heads, generator=generator, device=DEVICE)
         scores[..., :self.shared_heads] = 2.0
         chosen = scores.topk(round(self.active * self.heads), dim=-1).indices
@@ -59,13 +59,13 @@ class Case:
         return self.query, self.key, self.value
 
     def gradients(self, call):
-        """The result of `call` and the gradients of query, key and value."""
+        """Returns the result of `call` and the gradients of query, key and value."""
         result = call()
         return (result, *torch.autograd.grad(result, self.inputs, self.gradient))
 
     @functools.cached_property
     def answers(self):
-        """The result and the three gradients in f32."""
+        """Returns the result and the three gradients in f32."""
         group = self.heads // self.kv_heads
         answers = [torch.zeros(tensor.shape, device=DEVICE)
                    for tensor in (self.query, *self.inputs)]
@@ -87,7 +87,7 @@ class Case:
         return answers
 
     def check(self, call, backward):
-        """The largest relative error of the result and the gradients; Wrong if it is too large."""
+        """Returns the largest relative error of the result and the gradients. Raises Wrong if it is too large."""
         found = self.gradients(call) if backward else [call().detach()]
         names = ["result", "gradient of query", "gradient of key", "gradient of value"]
         largest = 0.0
@@ -104,18 +104,18 @@ class Case:
                 "heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
 
     def useful_operations(self):
-        """FLOPs forward: two matmuls over the causal half, for the active heads."""
+        """Returns the FLOPs forward: two matmuls over the causal half, for the active heads."""
         return (2.0 * self.batch * self.heads * self.length**2 * self.head_dim
                 * (self.active or 1.0))
 
 
 def measure(case, build, options):
-    """Checks a variant, then times it: yields figures as they are measured.
+    """Checks a variant, then times it. Yields figures as they are measured.
 
-    `build(case)` returns the call to time and, where the heads selected decide on a mask or an
-    index, the work that makes them anew, which a training step does in every layer; else None.
-    The forward pass comes first with its check, so that its figures stay where the backward pass
-    fails. It is that of training, which keeps what the backward pass needs.
+    `build(case)` returns the call to time. If the selected heads determine a mask or an index, it also returns
+    the work that computes the mask or index again, as a training step does in every layer, otherwise None.
+    The forward pass is first, with its check, so that its figures stay if the backward pass
+    fails. It is the forward pass of training, which keeps the data for the backward pass.
     """
     call, prepare = build(case)
     checked, checked_call = case, call
@@ -133,8 +133,8 @@ def measure(case, build, options):
     yield {"relative_error": checked.check(checked_call, True)}
     del checked, checked_call
     both = median_ms(lambda: case.gradients(call), options)
-    # FLOPs of the difference, since autograd runs the backward pass only after a forward one. Five
-    # matmuls, one of which recomputes the scores.
+    # FLOPs of the difference, since autograd runs the backward pass only after a forward pass. Five
+    # matmuls, including the recomputation of the scores.
     alone = both - forward
     yield {"forward_backward_ms": both, "backward_ms": alone,
            "backward_tflops": 2.5 * operations / alone / 1e9}

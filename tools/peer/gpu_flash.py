@@ -1,13 +1,13 @@
 """FlashAttention-4: FlexAttention on its kernels, and its own functions (package flash-attn-4).
 
-Its functions take batch, token, head, number. They are given views of the other layout, which the
-kernels read in place. On packed rows both take the last key of each row as a tensor, which a mask
+Its functions take batch, token, head, number. They get views of the other layout, which the
+kernels read in place. On packed rows both get the last key of each row as a tensor, which a mask
 function reads, and the blocks of keys that each block of rows reads.
 
-The function of variable lengths takes a mask function and those blocks since version 4.0.0b13, and
-applies the mask in its backward pass since 4.0.0b17; before that its gradients are wrong, which is
-the row's error. Up to 4.0.0b36, the last one looked at, its backward pass takes no blocks: it
-computes every pair of a block of rows and one of keys, about twice as many as are needed.
+The function of variable lengths supports a mask function and these blocks since version 4.0.0b13. It
+applies the mask in its backward pass since 4.0.0b17. Before that its gradients are wrong, which is
+the row's error. Up to 4.0.0b36, the last version that was checked, its backward pass supports no blocks: it
+computes every pair of a block of rows and a block of keys, about twice as many as needed.
 """
 
 import torch
@@ -20,7 +20,7 @@ from gpu_timing import CUDA
 
 
 def without_logarithms(found):
-    """The result alone: some versions also return the log-sum-exp."""
+    """Returns only the result: some versions also return the log-sum-exp."""
     return found[0] if isinstance(found, tuple) else found
 
 
@@ -35,7 +35,7 @@ def dense_causal():
 
 
 def ends_of_equal(count, length, device):
-    """Where sequences of one length begin and end."""
+    """Returns where sequences of equal length begin and end."""
     return torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=device)
 
 
@@ -44,7 +44,7 @@ def ends_of(lengths):
 
 
 def variable_lengths():
-    """The same by the function for concatenated sequences of several lengths."""
+    """Returns the same attention by the function for concatenated sequences of several lengths."""
     from flash_attn.cute import flash_attn_varlen_func
 
     def call(query, key, value):
@@ -60,7 +60,7 @@ def variable_lengths():
 
 
 def mask_function():
-    """Row `row` of problem `batch` reads the keys up to the one that the first tensor names."""
+    """Returns a mask: row `row` of problem `batch` reads the keys up to the key that the first tensor names."""
     import cutlass
     from cutlass import cute
     from flash_attn.cute import utils
@@ -74,7 +74,7 @@ def mask_function():
 
 
 def own_rows():
-    """Its own function on packed rows."""
+    """Returns its own function on packed rows."""
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
@@ -107,10 +107,10 @@ def own_rows():
 
 
 def blocks_of_sequences(packing, mask):
-    """The blocks of keys of a padded mask, for sequences: the fields of BlockSparseTensorsTorch.
+    """Returns the blocks of keys of a padded mask, for sequences: the fields of BlockSparseTensorsTorch.
 
-    Blocks of rows follow each other without those that are only padding, and so do their lists of
-    blocks of keys; two more tensors say where each sequence begins in them.
+    Blocks of rows that are only padding are omitted, and so are their lists of blocks of keys. Two more
+    tensors have the start of each sequence in the remaining blocks and lists.
     """
     counts = (packing.lengths + BLOCK - 1) // BLOCK
     numbers = torch.arange(mask.kv_num_blocks.shape[-1], device=counts.device)
@@ -118,7 +118,7 @@ def blocks_of_sequences(packing, mask):
     begins = ends_of(counts)
 
     def without_padding(tensor):
-        """By head, of which there is one."""
+        """Removes the padding, for the single head."""
         return tensor[:, 0][kept].view(1, -1)
 
     return {"mask_block_cnt": without_padding(mask.kv_num_blocks),
@@ -131,7 +131,7 @@ def blocks_of_sequences(packing, mask):
 
 
 def own_sequences():
-    """Its function of variable lengths, on the packed rows of each key/value head as a sequence."""
+    """Returns its function of variable lengths, on the packed rows of each key/value head as a sequence."""
     from flash_attn.cute import flash_attn_varlen_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
@@ -158,9 +158,9 @@ def own_sequences():
 
 
 def flash(options):
-    """The rows of the part `flash`: yields for each whether it was measured.
+    """Reports the rows of the part `flash`: yields for each whether it was measured.
 
-    Without a GPU its own functions still make their rows, with an error. A kernel that breaks the
+    Without a GPU its own functions still report their rows, with an error. A kernel that breaks the
     GPU's context ends the rows after it.
     """
     yield from with_triton(options)

@@ -1,15 +1,15 @@
-"""MoH on packed rows: assembled from PyTorch's operators so that skipped heads cost nothing.
+"""MoH on packed rows: assembled from PyTorch's operators so that skipped heads need no time.
 
-The selected (token, head) rows of a key/value head are gathered in the order of their tokens, and
-all read the keys of that head up to their own token. A causal mask of stock kernels aligns the
-last query with the last key and moves one key a row, which packed rows do not: several are of one
-token, and tokens without a selected head are missing. Packing each query head by itself does not
+The selected (token, head) rows of a key/value head are gathered in the order of their tokens. All
+read the keys of that head up to their own token. A causal mask of stock kernels aligns the
+last query with the last key, and each row reads one more key. Packed rows differ: several rows are of one
+token, and tokens without a selected head are missing. Packing each query head separately does not
 help, since its queries are still a subset of the tokens while its keys are all. So the last key of
-each row is a tensor that the mask reads. Blocks wholly before their rows' tokens, nearly all,
-need no mask.
+each row is a tensor that the mask reads. Blocks that are entirely before their rows' tokens need no
+mask. These are nearly all blocks.
 
 Key/value heads are the problems of a batch, one head each, padded to the longest with rows that
-read key 0 alone: no row without keys needs care, and the gradient of their result is zero. For
+read only key 0. So no row is without keys, and the gradient of the padding's result is zero. For
 functions of variable lengths they are sequences without padding.
 """
 
@@ -38,24 +38,24 @@ class Packing:
         device = selected.device
         all_rows = torch.arange(selected.numel(), device=device).view(selected.shape)
         slot = torch.where(chosen, rank, self.rows)
-        # The packed rows' indices among all rows, and -1 for padding; the last column is dropped.
+        # The packed rows' indices among all rows, and -1 for padding. The last column is dropped.
         source = torch.full((by_problem[0], self.rows + 1), -1, device=device)
         source.scatter_(1, slot, packed_order(all_rows))
         self.source = source[:, :-1].reshape(-1)
-        # All rows' indices among the packed ones, and -1 for unselected rows.
+        # All rows' indices among the packed rows, and -1 for unselected rows.
         first = torch.arange(by_problem[0], device=device)[:, None] * self.rows
         target = torch.where(chosen, first + rank, -1)
         self.target = target.view(batch, kv_heads, length, group).transpose(2, 3).reshape(-1)
-        # The token of each packed row, which is its last key; padding reads key 0.
+        # The token of each packed row, which is its last key. Padding reads key 0.
         last = torch.where(self.source >= 0, self.source % length, 0).int()
         self.last = last.view(by_problem[0], 1, self.rows)
         self.shape = self.last.shape
 
 
 class Sequences(Packing):
-    """The same rows without padding: one sequence for each problem, one after another.
+    """The same rows without padding: a sequence for each problem, one after another.
 
-    `last` keeps its padding, since a mask is given a row's position in its own sequence.
+    `last` keeps its padding, since a mask gets a row's position in its own sequence.
     """
 
     def __init__(self, selected, kv_heads):
@@ -69,12 +69,12 @@ class Sequences(Packing):
 
 
 def read_rows(rows, index):
-    """The rows at `index`, zero where it is -1."""
+    """Returns the rows at `index`, zero where it is -1."""
     return torch.where(index[:, None] >= 0, rows[index.clamp(min=0)], 0)
 
 
 class Take(torch.autograd.Function):
-    """`read_rows` at `index`, whose backward pass reads at `inverse`: no row is written twice.
+    """`read_rows` at `index`, with a backward pass that reads at `inverse`: no row is written twice.
 
     Autograd's own backward pass of an indexing would add with atomics.
     """
@@ -92,11 +92,11 @@ class Take(torch.autograd.Function):
 
 
 def packed(attend_with, dense=None, layout=Packing):
-    """Attention over packed rows, gathering before it and scattering after it.
+    """Returns attention over packed rows, with a gather before it and a scatter after it.
 
     `attend_with(packing, length)` returns the attention of packed queries, one head, with the keys
-    of their problem; `packing` is a `layout`. With `dense`, the key/value heads whose query heads
-    are all shared go there unpacked, and only the others are packed.
+    of their problem. `packing` is a `layout`. With `dense`, key/value heads that have only shared query heads
+    are passed to `dense` unpacked, and only the other heads are packed.
     """
     read = torch.compile(read_rows, dynamic=False) if CUDA else read_rows
 
@@ -146,13 +146,13 @@ def flex_rows(options, backend):
 
 
 def written_out_rows(packing, length):
-    """The full mask, for a CPU, where FlexAttention has no backward pass."""
+    """Returns attention with the full mask, for a CPU, where FlexAttention has no backward pass."""
     visible = torch.arange(length, device=packing.last.device) <= packing.last[..., None]
     return lambda *inputs: functional.scaled_dot_product_attention(*inputs, attn_mask=visible)
 
 
 def written_out_sequences(packing, length):
-    """The same of each sequence by itself."""
+    """Returns the same attention for each sequence separately."""
     lengths = packing.lengths.tolist()
     visible = torch.arange(length, device=packing.last.device) <= packing.last[..., None]
 
@@ -167,7 +167,7 @@ def written_out_sequences(packing, length):
 
 
 def packed_rows(options, backend, active, attend_with, dense, layout=Packing):
-    """The rows of one way to attend: all heads packed, and the shared ones left to `dense`.
+    """Reports the rows of a way to attend: all heads packed, or the shared heads passed to `dense`.
 
     Yields for each whether it was measured.
     """

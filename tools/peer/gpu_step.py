@@ -37,8 +37,8 @@ def train(options, checkpointing):
 
     begin = time.perf_counter()
     seconds = median_ms(work, options) / 1e3
-    # A multiply-add is two operations, each product is computed once forward and twice backward;
-    # the embedding multiplies nothing. Attention as elsewhere: 2 and 5 products, causal.
+    # A multiply-add is two operations. Each product is computed once forward and twice backward.
+    # The embedding multiplies nothing. Attention as elsewhere: 2 and 5 products, causal.
     products = 6.0 * (parameters - options.vocab * options.hidden) * ids.numel()
     attention = (7.0 * options.layers * options.batch * options.heads * options.head_dim
                  * options.length**2)
@@ -49,7 +49,7 @@ def train(options, checkpointing):
 
 
 def step(options):
-    """One row, and a second one that recomputes every block if memory runs out.
+    """Reports a row, and a second row that recomputes every block if memory runs out.
 
     Yields for each whether it was measured.
     """

@@ -1,7 +1,7 @@
-"""Rows of figures: how a piece of GPU work is timed, bounded in time, and reported.
+"""Rows of figures: how GPU work is timed, limited in time, and reported.
 
-Each variant ends in one JSON line. One that fails says so in the field `error`, beside whatever it
-had found before, and the next one goes on.
+Each variant ends in one JSON line. If a variant fails, its line has the field `error` next to its earlier
+figures, and the next variant runs.
 """
 
 import gc
@@ -29,10 +29,10 @@ def synchronize():
 
 
 def median_ms(work, options):
-    """The median time of `work`, in milliseconds.
+    """Returns the median time of `work`, in milliseconds.
 
-    The runs are queued together, and the GPU works on one while Python prepares the next: what
-    launching costs a busy CPU is not counted.
+    The runs are queued together, and the GPU runs one while Python prepares the next. So the time of
+    launches on a busy CPU is not counted.
     """
     for _ in range(WARM_UP - 1):
         work()
@@ -64,7 +64,7 @@ def wall_ms(work):
 
 @contextmanager
 def time_limit(seconds):
-    """Raises OutOfTime in the body after a time limit; a hanging kernel is not interrupted."""
+    """Raises OutOfTime in the body after a time limit. A hanging kernel is not interrupted."""
     def expire(_signal, _frame):
         raise OutOfTime(f"took more than {seconds:g} seconds")
 
@@ -99,9 +99,9 @@ def report(kind, **fields):
 
 
 def attempt(kind, fields, seconds, steps):
-    """Reports a row of the figures that `steps()` yields as dictionaries; True if it completed.
+    """Reports a row of the figures that `steps()` yields as dictionaries. Returns whether it completed.
 
-    With `seconds` of None its time is not bounded.
+    If `seconds` is None, its time is not limited.
     """
     row, error = dict(fields), None
     try:
@@ -112,10 +112,10 @@ def attempt(kind, fields, seconds, steps):
             with time_limit(seconds):
                 for found in steps():
                     row |= found
-    # Any failure is a row: the exception of a backend that refuses a shape differs by version.
+    # Any failure is a row: the exception of a backend that rejects a shape differs by version.
     except Exception as caught:
         error = one_line(caught)
-    # After the handler, whose traceback holds the tensors of the failed call.
+    # After the handler, since its traceback holds the tensors of the failed call.
     forget()
     report(kind, **row, **({"error": error} if error else {}))
     return error is None

@@ -28,14 +28,14 @@ class Programs:
         return json.loads(self.run("moh-bench", *arguments, "--json").stdout)
 
     def step(self, config: Path, shape, dtype: str, steps: int) -> dict:
-        """Dense training steps of a shape."""
+        """Returns dense training steps of a shape."""
         return self.bench(
             "step", "--config", config, "--batch", shape.batch, "--length", shape.length,
             "--dtype", dtype, "--steps", steps, "--dense",
         )
 
     def generate(self, model: Path, prompt: str, tokens: int) -> tuple[float, str]:
-        """Tokens per second after the prompt, and the text."""
+        """Returns the tokens per second after the prompt, and the text."""
         done = self.run(
             "moh-generate", "--model", model, "--prompt", prompt, "--max-tokens", tokens, "--dtype", "f32"
         )

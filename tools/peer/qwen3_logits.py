@@ -2,8 +2,8 @@
 
     peer-venv/bin/python tools/peer/qwen3_logits.py > workspace/model/tests/model/qwen3_logits.json
 
-The weights are those of `moh_model::initial::initialize`, norms moved to be around 1, so that the file
-holds configurations, token ids and logits alone.
+The weights are from `moh_model::initial::initialize`, with norms moved to be around 1, so that the file
+contains only configurations, token ids and logits.
 """
 
 import json
@@ -34,7 +34,7 @@ class SplitMix:
 
 
 def draw(name, count):
-    """Normal numbers that depend on the seed and the name, by Box and Muller's transform."""
+    """Returns normal numbers that depend on the seed and the name, by Box and Muller's transform."""
     key = SEED ^ 0x6D6F685F696E6974
     for byte in name.encode():
         key = SplitMix(key ^ byte).next()
@@ -47,7 +47,7 @@ def draw(name, count):
 
 
 def logits(fields):
-    """The logits of every token."""
+    """Returns the logits of every token."""
     model = Qwen3ForCausalLM(Qwen3Config(**fields, attn_implementation="eager")).float().eval()
     with torch.no_grad():
         for name, tensor in model.named_parameters():
@@ -57,7 +57,7 @@ def logits(fields):
 
 
 def case(tied, head_dim):
-    """A configuration with its logits; head_dim is left out where it is None."""
+    """Returns a configuration with its logits. head_dim is omitted if it is None."""
     fields = {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu",
         "vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2,

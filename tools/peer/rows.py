@@ -9,7 +9,7 @@ class Row:
     ours: float | None
     theirs: float | None
     unit: str
-    at_least: float | None = None  # ours / theirs, wanted
+    at_least: float | None = None  # ours / theirs, target
     at_most: float | None = None
     note: str = ""
     samples: dict = field(default_factory=dict)

@@ -25,7 +25,7 @@ class Shape:
         return self.batch * self.length
 
     def config(self) -> dict:
-        """config.json, for both sides: a Llama with a tied head and no end token."""
+        """Returns config.json for both sides: a Llama with a tied head and no end token."""
         return {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],

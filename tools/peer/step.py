@@ -36,7 +36,7 @@ def compare(options, programs, config, shape, dtype, optimizer) -> Row:
         try:
             theirs[mode].timed(2)  # compiles, and fills the allocator
             steps[mode] = enough(theirs[mode].timed(2), seconds)
-        except Exception as error:  # torch.compile without a C++ compiler, for one
+        except Exception as error:  # For example torch.compile without a C++ compiler.
             if mode == "eager":
                 raise
             print(f"{mode} skipped: {str(error).splitlines()[0]}", file=sys.stderr)

@@ -29,7 +29,7 @@ def build(shape):
 
 
 def adamw(model, kind: str):
-    """AdamW as in our recipes: no decay on norms."""
+    """Returns AdamW as in our recipes: no decay on norms."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -37,7 +37,7 @@ def adamw(model, kind: str):
 
 
 class TorchStep:
-    """Training steps; bf16 is autocast over f32 weights, or `pure`: weights, gradients and moments in bf16."""
+    """Training steps. bf16 is autocast over f32 weights, or `pure`: weights, gradients and moments in bf16."""
 
     def __init__(self, shape, dtype: str, compiled: bool, optimizer: str, pure: bool = False):
         self.shape = shape
@@ -69,7 +69,7 @@ class TorchStep:
         return loss.item()
 
     def timed(self, steps: int) -> float:
-        """Median seconds of a step."""
+        """Returns the median seconds of a step."""
         times = []
         for _ in range(steps):
             started = time.perf_counter()
@@ -79,7 +79,7 @@ class TorchStep:
 
 
 def fastest_optimizer(shape) -> str:
-    """The fastest kind of AdamW for this model."""
+    """Returns the fastest kind of AdamW for this model."""
     seconds = {}
     for kind in OPTIMIZERS:
         try:
@@ -91,13 +91,13 @@ def fastest_optimizer(shape) -> str:
                 step.optimizer.step()
                 times.append(time.perf_counter() - started)
             seconds[kind] = min(times)
-        except RuntimeError as error:  # a version without it
+        except RuntimeError as error:  # A version without it.
             print(f"AdamW {kind}: {error}", file=sys.stderr)
     return min(seconds, key=seconds.get)
 
 
 def resident(field: str) -> int:
-    """Bytes: VmRSS or VmHWM; the peak in both cases without /proc."""
+    """Returns the bytes of VmRSS or VmHWM. Without /proc, returns the peak for both."""
     status = Path("/proc/self/status")
     if status.is_file():
         for line in status.read_text().splitlines():

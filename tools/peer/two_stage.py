@@ -68,7 +68,7 @@ def run(*command):
 
 
 class Layer:
-    """A block of the model, whose tensors have their names after its own prefix."""
+    """A block of the model. Its tensors have their names after the block's prefix."""
 
     def __init__(self, config, tensors, layer):
         prefix = f"model.layers.{layer}."
@@ -81,7 +81,7 @@ class Layer:
         return x @ self.tensors[f"{name}.weight"].T
 
     def weights(self, x):
-        """What each token multiplies the heads' outputs by, `[tokens, heads]`, and the gates of the routed heads."""
+        """Returns each token's weights of the heads' outputs, `[tokens, heads]`, and the gates of the routed heads."""
         heads = self.config["num_attention_heads"]
         if self.shared == heads:
             return torch.ones(len(x), heads, dtype=x.dtype), None
@@ -122,7 +122,7 @@ def norm(x, weight, config):
 
 
 def rotate(x, config):
-    """RoPE in Hugging Face's order: the first half of a head with the second."""
+    """Applies RoPE in Hugging Face's order: the first half of a head with the second."""
     length, _, dim = x.shape
     theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     frequencies = theta ** -(torch.arange(0, dim, 2, dtype=x.dtype) / dim)
@@ -133,7 +133,7 @@ def rotate(x, config):
 
 
 def reference(directory, ids):
-    """The logits of ids, and each layer's weights and gates, in f32."""
+    """Returns the logits of ids, and each layer's weights and gates, in f32."""
     config = json.loads((directory / "config.json").read_text())
     tensors = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}
     stream, found = tensors["model.embed_tokens.weight"][ids], []
@@ -143,7 +143,7 @@ def reference(directory, ids):
 
 
 def compare(what, ours, theirs):
-    """Prints the largest difference, and whether it is small enough for values of this size."""
+    """Prints the largest difference. Returns whether it is small enough for values of this size."""
     difference, size = (ours - theirs).abs().max().item(), theirs.abs().max().item()
     fine = difference <= TOLERANCE * max(1.0, size)
     print(f"{what}: {difference:.1e}, of at most {size:.3g}{'' if fine else ': too much'}")

@@ -32,17 +32,18 @@ import urllib.parse
 from load import resident
 from server import metrics, request, serve
 
-# Seconds that another client waits at most, that places of a client that left stay taken, with what asking for the
-# metrics takes, and that the end takes.
+# Maximum seconds that another client waits, that places of a client that left stay in use (including the request for
+# the metrics), and that the end takes.
 WAIT, LEAVE, END = 3, 1.5, 5
 # Seconds of each attack.
 SECONDS = 4
-# Bytes of memory at most: half a gigabyte for answers, a quarter for bodies, and two for templates.
+# Maximum bytes of memory: half a gigabyte for answers, a quarter for bodies, and two for templates.
 MOST = 2_800_000_000
-# Growth of the memory that stays, from the first two thirds of the mixed requests to the last: the allocator keeps some.
+# Growth of the resident memory, from the first two thirds of the mixed requests to the last: the allocator keeps some
+# memory.
 GROWTH = 1.1
-# A message with the first word makes the template go round for a long time, and its list grow; with the second one it
-# keeps long texts, the more the longer the conversation is.
+# A message with the first word makes the template loop for a long time, and its list grow. With the second word, the
+# template keeps long texts, more for longer conversations.
 TEMPLATE = (
     "{% for m in messages %}{% if 'hang' in m.content %}{% set ns = namespace(l=[1]) %}{% for i in range(60) %}"
     "{% set ns.l = ns.l + ns.l %}{% endfor %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -51,7 +52,7 @@ TEMPLATE = (
     "{% set ns.l = ns.l + [ns.s ~ i] %}{% endfor %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
     "{% endfor %}{% endif %}{{ m.content }}{% endfor %}"
 )
-# What another client asks for.
+# The requests of another client.
 OTHERS = [
     ("v1/completions", {"prompt": "Once", "max_tokens": 1}), ("tokenize", {"prompt": "Once upon a time " * 300}),
 ]
@@ -84,7 +85,7 @@ class Attacker:
         stream.close()
 
     def ask(self, path, body):
-        """The status of an answer that is read to its end; 0 if there is none."""
+        """Returns the status of an answer that is read to its end, or 0 without an answer."""
         stream = self.connect(self.post(path, body, "Connection: close"))
         answer = b""
         with contextlib.suppress(OSError):
@@ -93,7 +94,7 @@ class Attacker:
         stream.close()
         return int(answer.split(b" ")[1]) if answer.startswith(b"HTTP/1.1 ") else 0
 
-    # The attacks; each is one go of one attacker.
+    # The attacks. Each method is a single attack of a single attacker.
 
     def announced(self, number):
         kind = number % 5
@@ -111,12 +112,12 @@ class Attacker:
         time.sleep(0.02)
 
     def values(self, number):
-        # As many values as a body may have, which take far more memory than their text.
+        # As many values as a body may have, which need far more memory than their text.
         body = b'{"prompt": "a", "logit_bias": [' + b'{"":0},' * 140_000 + b"0]}"
         return self.ask("v1/completions", body)
 
     def arguments(self, number):
-        # More values than a body may have, and somewhat fewer, in a text that the template reads as values.
+        # More values than a body may have, or somewhat fewer, in a text that the template reads as values.
         call = {"function": {"name": "f", "arguments": "[" + "[1]," * (150_000 if number % 2 else 500_000) + "1]"}}
         message = {"role": "assistant", "content": "a", "tool_calls": [call]}
         return self.ask("v1/chat/completions", {"messages": [message], "max_tokens": 1})
@@ -166,7 +167,8 @@ class Attacker:
 
 
 def waits(attacker):
-    """The most seconds that another client waits, and the status, the largest unless one is 0, of its answers."""
+    """Returns the longest wait of another client, and the status of its answers: 0 if one is 0, otherwise the
+    largest."""
     longest, statuses = 0, set()
     for path, body in OTHERS:
         start = time.perf_counter()
@@ -176,7 +178,7 @@ def waits(attacker):
 
 
 def under(attacker, attack, attackers=32, seconds=SECONDS):
-    """The longest wait of another client while attackers do the same again and again."""
+    """Returns the longest wait of another client while attackers repeat an attack."""
     stop, longest, faults = threading.Event(), 0, set()
 
     def repeat(number):
@@ -203,7 +205,7 @@ def under(attacker, attack, attackers=32, seconds=SECONDS):
 
 
 def idle(address, limit=60):
-    """Seconds until nothing is computed and nothing waits."""
+    """Returns the seconds until no request is computed or waits."""
     start = time.perf_counter()
     while time.perf_counter() - start < limit:
         counts = metrics(address)
@@ -218,7 +220,7 @@ def num_threads(process):
 
 
 def rest(process, address, threads, limit=60):
-    """The resident memory once nothing is computed and templates that were given up have ended."""
+    """Returns the resident memory once no request is computed and abandoned templates have ended."""
     idle(address)
     end = time.perf_counter() + limit
     while num_threads(process) > threads and time.perf_counter() < end:
@@ -284,7 +286,7 @@ def main():
             if figures["most"] > MOST:
                 faults.append(f"the memory reaches {figures['most'] / 1e9:.1f} GB")
 
-            # Chats take their two seconds. Many values leave free memory in the arenas of the threads that read them.
+            # Chats use their two seconds. Many values leave free memory in the arenas of the threads that read them.
             apart = (attacker.template, attacker.messages, attacker.values, attacker.arguments)
             mixed = [attack for attack in attacks.values() if attack not in apart] * 5
             mixed += [attacker.left] * 5 + [attacker.template]

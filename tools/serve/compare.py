@@ -43,7 +43,8 @@ WANTED = {"llama.cpp": 1.1}
 
 
 def write_model(folder, shape, dtype, context):
-    """A random model with a tokenizer of as many words as its vocabulary has, and llama.cpp's of a few pieces."""
+    """Writes a random model with a tokenizer of as many words as its vocabulary has, and llama.cpp's with a few
+    pieces."""
     model = build(shape).to(DTYPES[dtype])
     model.config.max_position_embeddings = context
     model.save_pretrained(folder)
@@ -62,7 +63,7 @@ def write_model(folder, shape, dtype, context):
 
 
 def generate(address, prompts, tokens):
-    """Seconds in which all prompts get `tokens` tokens."""
+    """Returns the seconds in which all prompts get `tokens` tokens."""
     def ask(prompt):
         body = {"model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         found = request(address, "v1/completions", body)["usage"]["completion_tokens"]
@@ -76,19 +77,20 @@ def generate(address, prompts, tokens):
 
 
 def speed(address, prompts, tokens):
-    """Tokens per second after the prompts."""
+    """Returns the tokens per second after the prompts."""
     base = min(generate(address, prompts, 1) for _ in range(2))
     return len(prompts) * tokens / (generate(address, prompts, tokens + 1) - base)
 
 
 def random_prompts(vocabulary, context, batch):
-    """Prompts of `context` tokens; the first ones of a larger batch are those of a smaller one, which servers have cached."""
+    """Returns prompts of `context` tokens. A larger batch starts with the prompts of a smaller batch, which
+    servers have cached."""
     generator = random.Random(context)
     return [[generator.randrange(vocabulary) for _ in range(context)] for _ in range(batch)]
 
 
 def measure(options, engines, shape, dtype, model, folder):
-    """Tokens per second of every engine by context and number of sequences, in turns."""
+    """Returns the tokens per second of every engine by context and number of sequences, measured in turns."""
     loads = {
         (context, batch): random_prompts(shape.vocabulary, context, batch)
         for context in options.contexts for batch in options.batches
@@ -111,7 +113,7 @@ def measure(options, engines, shape, dtype, model, folder):
 
 
 def rows_of(found, shape, dtype, context, batch):
-    """Ours beside each of the others."""
+    """Yields our figures next to the figures of each other engine."""
     ours = statistics.median(found["moh-serve"])
     for name, theirs in found.items():
         if name == "moh-serve":

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 
 HERE = pathlib.Path(__file__).resolve().parent
-# Seconds in which a server has to start.
+# Maximum seconds for a server to start.
 PATIENCE = 600
 
 
@@ -24,7 +24,7 @@ class Engine:
 
     @contextlib.contextmanager
     def serve(self, model, dtype, context, sequences, threads):
-        """The address of a server of the files in `model` for sequences of `context` tokens."""
+        """Yields the address of a server of the files in `model` for sequences of `context` tokens."""
         environment = dict(os.environ, RAYON_NUM_THREADS=str(threads), OMP_NUM_THREADS=str(threads), HF_HUB_OFFLINE="1")
         command, address = self.command(model, dtype, context, sequences, threads)
         with open(model / f"{self.name}.log", "w") as log:
@@ -81,7 +81,7 @@ class Vllm(Engine):
             self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "model",
             "--dtype", name, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(context),
             "--max-num-seqs", str(sequences), "--enable-prefix-caching",
-            # The share of the memory that it wants to be free, on CPUs too.
+            # The share of the memory that it requires to be free, also on CPUs.
             "--gpu-memory-utilization", "0.5",
         ], f"http://127.0.0.1:{port}/"
 
@@ -99,7 +99,7 @@ def wait_for(process, address, log):
 
 
 def version(python, package):
-    """The version of a package in another environment."""
+    """Returns the version of a package in another environment."""
     command = [python, "-c", f"import importlib.metadata as m; print(m.version({package!r}))"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 

@@ -1,4 +1,4 @@
-"""llama.cpp's server of a GGUF file, until standard input ends: prints its address.
+"""Runs llama.cpp's server of a GGUF file until standard input ends. Prints its address.
 
     python llama_cpp_server.py FILE CONTEXT SEQUENCES THREADS f32|bf16
 """

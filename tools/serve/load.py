@@ -27,13 +27,13 @@ GROWTH = 1.05
 
 
 def bodies(count, context, vocabulary, seed):
-    """The requests: each stays the same however it is asked."""
+    """Yields the requests. Each request is always the same."""
     random_ = random.Random(seed)
     longest = context // 4
     prefix = [random_.randrange(vocabulary) for _ in range(longest)]
     for number in range(count):
         length = random_.randint(4, longest)
-        # Some prompts begin alike.
+        # Some prompts have the same start.
         shared = prefix[: random_.randint(0, length - 1)] if number % 4 == 0 else []
         prompt = shared + [random_.randrange(vocabulary) for _ in range(length - len(shared))]
         temperature = random_.choice([0.0, 0.7, 1.0])
@@ -50,7 +50,7 @@ class Client:
         self.host = urllib.parse.urlsplit(address).netloc
 
     def ask(self, body, leave_after=None):
-        """The tokens of an answer and when each arrived; None if the client left."""
+        """Returns the tokens of an answer and the arrival time of each. None if the client left."""
         connection = http.client.HTTPConnection(self.host, timeout=600)
         start = time.perf_counter()
         connection.request("POST", "/v1/completions", json.dumps(body))
@@ -74,7 +74,7 @@ class Client:
 
 
 def resident(process, name="VmRSS"):
-    """Bytes of a process's memory, or the most that it has had (VmHWM)."""
+    """Returns the bytes of a process's memory, or its peak (VmHWM)."""
     with open(f"/proc/{process.pid}/status") as status:
         for line in status:
             if line.startswith(name + ":"):
@@ -100,7 +100,7 @@ def main():
         info = request(address, "tokenizer_info")
         asked = list(bodies(arguments.requests, info["model_max_length"], info["vocab_size"], arguments.seed))
         alone = Client(address)
-        # Alone: one after the other, before anything else is in the cache.
+        # Alone: one after another, before other requests are in the cache.
         checked = [number for number in range(len(asked)) if number % 3 != 1]
         expected = {number: alone.ask(asked[number])[0] for number in checked}
         memory, wrong, firsts, between, lock = [], [], [], [], threading.Lock()

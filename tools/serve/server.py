@@ -1,4 +1,4 @@
-"""A moh-serve that runs as long as a check needs it."""
+"""A moh-serve that runs for the duration of a check."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ import urllib.request
 
 
 def request(address, path, body=None):
-    """The JSON that a server answers."""
+    """Returns the JSON that a server answers."""
     data = None if body is None else json.dumps(body).encode()
     asked = urllib.request.Request(address + path, data, {"Content-Type": "application/json"})
     try:
@@ -20,7 +20,7 @@ def request(address, path, body=None):
 
 
 def metrics(address):
-    """The numbers of /metrics by their names."""
+    """Returns the numbers of /metrics by their names."""
     with urllib.request.urlopen(address + "metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
@@ -28,7 +28,7 @@ def metrics(address):
 
 @contextlib.contextmanager
 def serve(program, model, *options):
-    """The process and the address of a server of `model`."""
+    """Yields the process and the address of a server of `model`."""
     command = [program, "--model", model, "--port", "0", *options]
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

@@ -13,7 +13,7 @@ from workplace import Workplace, remove, snapshot, steps
 
 
 def stopped_run(workplace: Workplace) -> Path:
-    """A run that was stopped shortly before its end, with several checkpoints."""
+    """Creates a run that was stopped shortly before its end, with several checkpoints."""
     for _ in range(50):
         run = workplace.folder / "stopped"
         remove(run)
@@ -49,7 +49,7 @@ def newest_checkpoint(workplace: Workplace, count: int, generator: random.Random
 
 
 def damage_one(workplace: Workplace, stopped: Path, number: int, seed: float) -> str:
-    """Damages one copy; returns the kind of the damage."""
+    """Damages a copy. Returns the kind of the damage."""
     generator = random.Random(seed)
     run = workplace.folder / f"damaged-{number}"
     copy(stopped, run)
@@ -103,7 +103,7 @@ def swap(checkpoint: Path, generator: random.Random) -> str:
 
 
 def unreadable(workplace: Workplace, generator: random.Random) -> dict:
-    """Takes a user's permissions away: the run must stop, and must be as it was."""
+    """Removes a user's permissions: the run must stop, and must be unchanged."""
     stopped, refused = stopped_run(workplace), 0
     options = not_root()
     run = workplace.folder / "unreadable"
@@ -124,7 +124,7 @@ def unreadable(workplace: Workplace, generator: random.Random) -> dict:
             if (after := snapshot(run)) != before:
                 raise SystemExit(f"{name} with mode {mode:o}: changed {changed(before, after)}")
             refused += 1
-    # With the permissions given back, the run goes on.
+    # With the permissions restored, the run resumes.
     if workplace.end(workplace.start(run, **options)) != 0 or workplace.differs(run):
         raise SystemExit(f"did not go on: {workplace.log(run)}")
     remove(run)
@@ -136,7 +136,7 @@ def changed(before: dict, after: dict) -> list:
 
 
 def not_root() -> dict:
-    """Options of a process that is not root's: root reads everything."""
+    """Returns options of a process that is not root's: root reads everything."""
     if os.geteuid() != 0:
         return {}
     nobody = pwd.getpwnam("nobody")
@@ -144,7 +144,7 @@ def not_root() -> dict:
 
 
 def give(run: Path, options: dict) -> None:
-    """Gives a run to the user of the options."""
+    """Changes the owner of a run to the user of the options."""
     if options:
         for path in [run, *run.rglob("*")]:
             os.chown(path, options["user"], options["group"])

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from workplace import Workplace, remove
 
-# Of a file system: a few checkpoints of the small model and the export.
+# Bytes of a file system: a few checkpoints of the small model and the export.
 BYTES = 16 << 20
 
 
 def full(workplace: Workplace, count: int, generator: random.Random) -> dict:
-    """Runs on a file system of their own that is full from a random moment on, for a while."""
+    """Runs on a separate file system that is full from a random moment on, for a while."""
     disk = workplace.folder / "disk"
     disk.mkdir()
     if subprocess.call(["mount", "-t", "tmpfs", "-o", f"size={BYTES}", "tmpfs", str(disk)]) != 0:
@@ -41,7 +41,7 @@ def fill_again_and_again(workplace: Workplace, disk: Path, count: int, generator
             code = workplace.end(process)
             if code == 0:
                 break
-            # A run may end with an error, if the next one goes on.
+            # A run may end with an error, if the next run resumes.
             if code != 1:
                 raise SystemExit(f"full disk: ended with code {code}: {log(workplace)}")
             stops += 1
@@ -53,14 +53,14 @@ def fill_again_and_again(workplace: Workplace, disk: Path, count: int, generator
 
 
 def fill(path: Path, generator: random.Random) -> None:
-    """Leaves up to a few thousand bytes, so that any write may be the one that fails."""
+    """Fills the disk except up to a few thousand bytes, so that any write may fail."""
     space = os.statvfs(path.parent)
     leave = generator.choice([0, 0, generator.randrange(1 << 16)])
     with open(path, "wb", buffering=0) as file:
         try:
             os.posix_fallocate(file.fileno(), 0, max(space.f_bavail * space.f_frsize - leave, 1))
         except OSError:
-            # The run was faster, and has taken some of it.
+            # The run was faster, and has used some of it.
             pass
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from workplace import Workplace, programs_below, remove, steps
 
-# Times that one run is killed at most: it would never finish if it lost its progress.
+# Maximum kills of a run: it would never finish if it lost its progress.
 MAX_RESTARTS = 200
-# Starts without a new checkpoint after which a run may go on for twice as long.
+# Starts without a new checkpoint after which a run gets twice as much time.
 IDLE_STARTS = 5
 
 
@@ -25,7 +25,7 @@ def one_process(workplace: Workplace, count: int, generator: random.Random) -> d
 
 
 def one_rank(workplace: Workplace, count: int, generator: random.Random) -> dict:
-    """As `one_process`, with several ranks of which one is killed: the others must end by themselves."""
+    """Kills as `one_process`, with several ranks and a kill of one: the other ranks must end by themselves."""
     duration = time_of(workplace)
 
     def kill(run, latest):
@@ -35,7 +35,7 @@ def one_rank(workplace: Workplace, count: int, generator: random.Random) -> dict
 
 
 def time_of(workplace: Workplace) -> float:
-    """Seconds of a whole run."""
+    """Returns the seconds of a whole run."""
     run = workplace.folder / "timed"
     start = time.monotonic()
     if workplace.end(workplace.start(run)) != 0:
@@ -47,8 +47,9 @@ def time_of(workplace: Workplace) -> float:
 def until(workplace: Workplace, count: int, duration: float, start_and_kill) -> dict:
     """Kills runs until `count` kills are done and the last run has finished.
 
-    `start_and_kill` gets the run and the latest moment of the kill in seconds. It is that of a whole run, and
-    later after starts that brought no checkpoint: a busy machine may need longer than `duration` to the first.
+    `start_and_kill` gets the run and the latest time of the kill in seconds. The time is the duration of a
+    whole run, and longer after starts without a checkpoint: a busy machine may need longer than `duration` for
+    the first checkpoint.
     """
     kills, runs, during_saves = 0, 0, 0
     while kills < count:
@@ -70,7 +71,7 @@ def until(workplace: Workplace, count: int, duration: float, start_and_kill) -> 
 
 
 def kill_one(workplace: Workplace, run: Path, after: float) -> bool:
-    """Whether the process was killed; False if it had finished."""
+    """Returns whether the process was killed. False if it had finished."""
     process = workplace.start(run)
     time.sleep(after)
     process.send_signal(signal.SIGKILL)

@@ -43,7 +43,7 @@ def main() -> None:
     generator = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="moh-soak-") as folder:
         folder = Path(folder)
-        # A user who is not root reads it too.
+        # A user who is not root also reads it.
         folder.chmod(0o755)
         program = arguments.program.resolve()
         workplace = Workplace(program, folder / "one", steps=60, every=3)

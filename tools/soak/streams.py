@@ -12,7 +12,7 @@ STREAMS = {
 
 
 def broken(workplace: Workplace) -> dict:
-    """Runs whose output cannot be written: they must train to the end."""
+    """Runs with outputs that cannot be written: they must train to the end."""
     for name, redirection in STREAMS.items():
         run = workplace.folder / f"streams-{name}"
         command = " ".join(f"'{part}'" for part in workplace.command(run))

@@ -1,4 +1,4 @@
-"""A small run that can be repeated: token files, a recipe, and what a run leaves."""
+"""A small run that can be repeated: token files, a recipe, and the files that a run leaves."""
 
 import hashlib
 import json
@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 VOCABULARY = 64
-# Seconds within which a run of this size ends.
+# Maximum seconds of a run of this size.
 LIMIT = 300
-# Seconds within which a launcher ends after its last rank.
+# Maximum seconds until a launcher ends after its last rank.
 LAUNCHER_LIMIT = 10
-# Fields of a line of metrics that differ between two runs of the same bits.
+# Fields of a line of metrics that differ between two runs with equal bits.
 SPEED = {"tokens_per_second", "speed"}
 
 RECIPE = """
@@ -65,8 +65,8 @@ keep = 3
 
 
 def write_tokens(prefix: Path, seed: int, documents: int) -> None:
-    """Writes a token file in Megatron's format, of short documents in which the next token is mostly the
-    last one plus 1."""
+    """Writes a token file in Megatron's format, with short documents in which the next token is mostly the
+    last token plus 1."""
     generator = random.Random(seed)
     lengths, tokens = [], []
     for _ in range(documents):
@@ -88,7 +88,7 @@ def write_tokens(prefix: Path, seed: int, documents: int) -> None:
 
 
 class Workplace:
-    """A folder with token files, a recipe and the run that was never interrupted."""
+    """A folder with token files, a recipe and the uninterrupted run."""
 
     def __init__(self, program: Path, folder: Path, steps: int, every: int, launcher: tuple = ()):
         self.program, self.folder, self.launcher = program, folder, launcher
@@ -108,16 +108,16 @@ class Workplace:
         return [*self.launcher, *program]
 
     def start(self, run: Path, *more: str, **options) -> subprocess.Popen:
-        """Starts the run, or continues it; what it prints is appended to a file beside its directory."""
+        """Starts or continues the run. Its output is appended to a file next to its directory."""
         if "stderr" not in options and "stdout" not in options:
             options["stdout"] = options["stderr"] = open(self.log_file(run), "ab")
         return subprocess.Popen(self.command(run, *more), **options)
 
     def end(self, process: subprocess.Popen) -> int:
-        """Waits for the end of a run and returns its code. It is a loss if a rank does not end.
+        """Waits for the end of a run and returns its code. If a rank does not end, that is a loss.
 
-        A launcher is killed if its ranks have ended and it does not: after the death of a rank, mpirun of
-        Open MPI 4.1 may wait for a lock of PMIx 4.2 (in PMIx_server_finalize) for ever.
+        A launcher is killed if its ranks have ended and it does not end: after the death of a rank, mpirun of
+        Open MPI 4.1 may wait forever for a lock of PMIx 4.2 (in PMIx_server_finalize).
         """
         start = alive = time.monotonic()
         while True:
@@ -143,13 +143,13 @@ class Workplace:
         return self.log_file(run).read_text(errors="replace")[-2000:]
 
     def differs(self, run: Path) -> str:
-        """What differs from the uninterrupted run; empty if nothing does."""
+        """Returns the differences from the uninterrupted run. Empty if there are none."""
         found = results(run)
         return ", ".join(name for name in self.reference if found.get(name) != self.reference[name])
 
 
 def results(run: Path) -> dict:
-    """The metrics without speed, and the hash of each exported file."""
+    """Returns the metrics without speed, and the hash of each exported file."""
     lines = []
     metrics = run / "metrics.jsonl"
     if metrics.exists():
@@ -163,12 +163,12 @@ def results(run: Path) -> dict:
 
 
 def steps(run: Path) -> list:
-    """The steps of the run's checkpoints, ascending."""
+    """Returns the steps of the run's checkpoints, ascending."""
     return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
 
 
 def snapshot(folder: Path) -> dict:
-    """Every file below a folder with the hash of its content, without those of a lock."""
+    """Returns every file below a folder with the hash of its content, except the content of a lock."""
     found = {}
     for root, _, names in os.walk(folder):
         for name in names:
@@ -183,7 +183,7 @@ def remove(folder: Path) -> None:
 
 
 def programs_below(pid: int, program: Path) -> list:
-    """The processes that run `program` and descend from process `pid`."""
+    """Returns the processes that run `program` and descend from process `pid`."""
     found, open_pids = [], [pid]
     while open_pids:
         parent = open_pids.pop()

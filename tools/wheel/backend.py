@@ -1,9 +1,9 @@
 """The build backend of the Python package: maturin, for the programs of several crates.
 
-maturin builds and packages the program of one crate, moh-train, which has the fewest dependencies. Those of the
-other crates are built here, and go into the wheel as its scripts. MATURIN_PEP517_ARGS, or pip's `--config-settings
-build-args=...`, has arguments that `cargo build` and maturin both take: `--features moh-train/nccl` for GPUs, for
-example. There are wheels only: a source distribution of the crates would lack the
+maturin builds and packages the program of a single crate, moh-train, which has the fewest dependencies. The
+programs of the other crates are built here, and become the wheel's scripts. MATURIN_PEP517_ARGS, or pip's
+`--config-settings build-args=...`, has arguments that `cargo build` and maturin both accept: `--features
+moh-train/nccl` for GPUs, for example. There are only wheels: a source distribution of the crates would lack the
 files that they embed from other directories.
 """
 
@@ -23,9 +23,9 @@ from maturin import (  # noqa: F401 - the rest of the interface
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "target" / "wheel-data" / "scripts"
-# maturin looks for the directory even when it writes metadata only.
+# maturin requires the directory even if it only writes metadata.
 SCRIPTS.mkdir(parents=True, exist_ok=True)
-# Built together, so that they have their dependencies in common.
+# Built together, so that they share their dependencies.
 CRATES = ["moh-train", "moh-cli", "moh-convert", "moh-serve", "moh-report"]
 
 
@@ -40,10 +40,11 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
 
 
 def collect_programs(build_arguments):
-    """Builds the programs of CRATES, and leaves nothing in SCRIPTS but them, without the one that maturin packages."""
+    """Builds the programs of CRATES. Leaves only these programs in SCRIPTS, without the program that maturin
+    packages."""
     if shutil.which("cargo") is None:
         sys.exit("building moh needs Rust, and cargo is not on the path: install it from https://rustup.rs")
-    # maturin builds in release too unless told otherwise.
+    # maturin also builds in release unless told otherwise.
     named = any(argument in ("-r", "--release") or argument.startswith("--profile") for argument in build_arguments)
     profile = [] if named else ["--release"]
     packages = [word for crate in CRATES for word in ("--package", crate)]

@@ -30,7 +30,7 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
     /// runs a forward pass.
     ///
     /// # Errors
-    /// Heads that do not fit each other, and when the device has no room.
+    /// Fails if the shape's heads do not fit each other, or if the device lacks memory.
     pub fn new(backend: &B, shape: QkvShape, router: Option<QueryNormRouter>) -> Result<Self> {
         let QkvShape { length, heads, head_dim, .. } = shape;
         let (tokens, width) = (shape.tokens(), heads * head_dim);
@@ -59,8 +59,8 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         Ok(case)
     }
 
-    /// Operations of the forward pass: the matmuls of scores and outputs, for the active heads and
-    /// the causal half of the (query, key) pairs.
+    /// Returns the operations of the forward pass: the matmuls of scores and outputs, for the active heads
+    /// and the causal half of the (query, key) pairs.
     pub fn forward_operations(&self) -> u64 {
         let active_heads = match &self.router {
             Some((router, _)) => router.shared.len() + router.top_k,
@@ -69,7 +69,7 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         forward_operations(self.shape, active_heads)
     }
 
-    /// Operations of the backward pass, which has five matmuls (scores, dP, dq, dk and dv) where
+    /// Returns the operations of the backward pass, which has five matmuls (scores, dP, dq, dk and dv);
     /// the forward pass has two.
     pub fn backward_operations(&self) -> u64 {
         self.forward_operations() * 5 / 2
@@ -87,7 +87,7 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         backend.query_norm_forward(args)
     }
 
-    /// Returns the forward pass of attention.
+    /// Runs the forward pass of attention.
     pub fn forward(&mut self, backend: &B) -> Result<()> {
         let QkvShape { heads, kv_heads, head_dim, .. } = self.shape;
         let (first, end) = (heads * head_dim, B::len(&self.qkv));
@@ -105,7 +105,7 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         })
     }
 
-    /// Returns the backward pass of attention.
+    /// Runs the backward pass of attention.
     pub fn backward(&mut self, backend: &B) -> Result<()> {
         backend.attention_backward(AttentionBackward {
             args: attention_args(self.shape, self.router.as_ref()),
@@ -118,7 +118,7 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         })
     }
 
-    /// Returns the gradient of [`Self::route`], from the outputs of a backward pass of attention.
+    /// Computes the gradients of [`Self::route`], from the outputs of attention's backward pass.
     pub fn route_backward(&mut self, backend: &B) -> Result<()> {
         let table = table::<B>(&self.cos, &self.sin);
         let (shape, d_qkv) = (&self.shape, B::whole_mut(&mut self.d_qkv));
@@ -157,14 +157,14 @@ fn attention_args<B: Backend>(
 const TINY: QkvShape = QkvShape { batch: 8, length: 256, heads: 8, kv_heads: 4, head_dim: 8 };
 const LARGE: QkvShape = QkvShape { batch: 1, length: 512, heads: 32, kv_heads: 8, head_dim: 128 };
 
-/// Returns a quarter of the heads shared, `active` percent of them active.
+/// Returns a router with a quarter of the heads shared and `active` percent of the heads active.
 fn router(shape: QkvShape, active: usize) -> QueryNormRouter {
     let shared = SharedHeads::first(shape.heads / 4);
     let top_k = shape.heads * active / 100 - shared.len();
     QueryNormRouter { shared, top_k, selects: Selects::Heads }
 }
 
-/// Each router, with the name of its operators: a quarter of the heads shared and 75% active.
+/// Returns each router with the name of its operators: a quarter of the heads shared and 75% active.
 fn routers(shape: QkvShape) -> [(&'static str, QueryNormRouter); 2] {
     let any = router(shape, 75);
     [
@@ -192,7 +192,7 @@ fn qk_norm<B: Backend, T: Element>(shape: QkvShape) -> [Case<B>; 2] {
 pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     let mut cases = Vec::new();
     let own = sizes.attention;
-    // A large model's own heads are like those of LARGE.
+    // A large model has heads like LARGE.
     let shapes = if sizes == Sizes::SMALL { vec![own, TINY, LARGE] } else { vec![own] };
     for shape in shapes {
         for active in [100, 75, 50] {

@@ -1,4 +1,4 @@
-//! Cases of attention in generation: each of eight sequences has a new token after 16,384 others, which
+//! Cases of attention in generation: each of eight sequences has a new token after 16,383 others. The token
 //! reads the keys and values of the groups that it selects.
 
 use super::{Case, Sizes, Work, random_elements, upload};
@@ -6,11 +6,11 @@ use crate::attention::{Selection, SequenceAttention, Span};
 use crate::{Backend, Element, QkvShape};
 
 const SEQUENCES: usize = 8;
-/// Tokens of a sequence, with the new one.
+/// Tokens of a sequence, including the new token.
 const CONTEXT: usize = 16_384;
 const BLOCK_LENGTH: usize = 16;
 
-/// Returns the model's heads; a small model's have a key/value head each.
+/// Returns the model's heads; in a small model each query head has its own key/value head.
 fn shape(sizes: Sizes) -> QkvShape {
     let own = sizes.attention;
     let kv_heads = if sizes == Sizes::SMALL { own.heads } else { own.kv_heads };
@@ -21,7 +21,7 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     [100, 75, 50].map(|active| case::<B, T>(shape(sizes), active)).into()
 }
 
-/// Random queries, keys and values, `active` percent of the groups selected.
+/// Returns a case of random queries, keys and values, with `active` percent of the groups selected.
 fn case<B: Backend, T: Element>(shape: QkvShape, active: usize) -> Case<B> {
     let QkvShape { heads, kv_heads, head_dim, .. } = shape;
     let (blocks, groups) = (CONTEXT / BLOCK_LENGTH, kv_heads * active / 100);
@@ -35,10 +35,10 @@ fn case<B: Backend, T: Element>(shape: QkvShape, active: usize) -> Case<B> {
     };
     let spans: [Span; SEQUENCES] = std::array::from_fn(span);
     let pool = SEQUENCES * CONTEXT * kv_heads * head_dim;
-    // A sequence's blocks are not beside each other.
+    // The blocks of a sequence are not adjacent.
     let block = |index: usize| (index % blocks * SEQUENCES + index / blocks) as u32;
     let table: Vec<u32> = (0..SEQUENCES * blocks).map(block).collect();
-    // Other groups for each sequence.
+    // Each sequence selects different groups.
     let selects = |index: usize| {
         let (sequence, group) = (index / heads, index % heads * kv_heads / heads);
         u8::from((group + sequence) % kv_heads < groups)

@@ -5,7 +5,7 @@ use crate::router::logits::{HeadWeights, LogitRouter, LogitsBackward, LogitsForw
 use crate::router::{RouterGradient, Routing, SharedHeads};
 use crate::{Backend, Element, Heads, QkvShape, Result};
 
-/// Returns a router, which routes once, and its routing.
+/// Returns a router that has routed once, and its routing.
 fn routing<B: Backend, T: Element>(
     backend: &B,
     router: LogitRouter,
@@ -20,7 +20,7 @@ fn routing<B: Backend, T: Element>(
     Ok(routing)
 }
 
-/// Without and with weights, forward and backward.
+/// Returns the cases of a router without and with weights, forward and backward.
 pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     let (shape, heads, tokens) = (sizes.attention, sizes.attention.heads, sizes.attention.tokens());
     // The saved logits, in f64.

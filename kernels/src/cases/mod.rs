@@ -1,12 +1,13 @@
 //! Benchmark cases: every operator, forward and backward, on any [`Backend`]. The benchmarks and
 //! `moh-bench operators` run the same list; nothing else needs the feature `cases`.
 //!
-//! The CPU's shapes are those of a small Llama ([`Sizes::SMALL`]); attention is also measured with
-//! eight sequences of 256 tokens and heads of 8, and with one of 512 tokens and 32 query and 8
-//! key/value heads of 128. A GPU's shapes are those of LLaMA-3-8B ([`Sizes::LLAMA_8B`]). Attention in
+//! On the CPU the cases have the shapes of a small Llama ([`Sizes::SMALL`]). Attention also has two other
+//! shapes:
+//! eight sequences of 256 tokens with heads of 8; one sequence of 512 tokens with 32 query and 8
+//! key/value heads of 128. On a GPU the cases have the shapes of LLaMA-3-8B ([`Sizes::LLAMA_8B`]). Attention in
 //! generation has contexts of 16,384 tokens.
 
-/// Builds a case, which creates buffers and runs an operator on them. `read` and `write` pass a view of a buffer; `own`
+/// Builds a case that creates buffers and runs an operator on them. `read` and `write` pass a view of a buffer; `own`
 /// passes a mutable reference to a value that is not a buffer.
 macro_rules! case {
     ($name:expr, $work:expr, |$backend:ident| [
@@ -34,7 +35,7 @@ pub use attention::AttentionCase;
 
 use crate::{Backend, Element, QkvShape, Result, Scalar};
 
-/// Sizes of the model whose operators are measured.
+/// Sizes of the measured model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sizes {
     /// Tokens of a micro-batch.
@@ -67,7 +68,7 @@ impl Sizes {
         attention: QkvShape { batch: 1, length: 8192, heads: 32, kv_heads: 8, head_dim: 128 },
     };
 
-    /// Inputs and outputs of the gate and up projections.
+    /// Returns the inputs and outputs of the gate and up projections.
     fn gate_up(&self) -> [usize; 2] {
         [self.width, 2 * self.mlp]
     }
@@ -75,7 +76,7 @@ impl Sizes {
 
 /// One operator at one shape.
 pub struct Case<B: Backend> {
-    /// Operator and pass; for attention also its heads and the share of them that is active.
+    /// Operator and pass; for attention also the heads and the share of active heads.
     pub name: String,
     /// The work of one run.
     pub work: Work,
@@ -84,7 +85,7 @@ pub struct Case<B: Backend> {
 
 type Prepare<B> = dyn Fn(&B) -> Result<Run<B>>;
 
-/// Runs a case once. The device may still compute when it returns.
+/// Runs a case once. The device may still be computing after the call returns.
 pub type Run<B> = Box<dyn FnMut(&B) -> Result<()> + Send>;
 
 /// The work of one run of a case.
@@ -97,12 +98,12 @@ pub enum Work {
 }
 
 impl Work {
-    /// `count` elements of type `S`, each read or written once.
+    /// Returns the work of moving `count` elements of type `S`, each read or written once.
     fn moved<S>(count: usize) -> Self {
         Work::Bytes((count * size_of::<S>()) as u64)
     }
 
-    /// `count` matmuls of `rows x inputs x outputs` multiply-adds each.
+    /// Returns the work of `count` matmuls of `rows x inputs x outputs` multiply-adds each.
     fn matmuls(count: usize, rows: usize, inputs: usize, outputs: usize) -> Self {
         Work::Operations((2 * count * rows * inputs * outputs) as u64)
     }
@@ -124,7 +125,7 @@ impl<B: Backend> Case<B> {
     }
 }
 
-/// Every case, with weights and activations of type `T`; gradients and moments are f32.
+/// Returns every case, with weights and activations of type `T`. Gradients and moments are f32.
 pub fn all<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     let mut cases = rows::cases::<B, T>(sizes);
     cases.extend(attention::cases::<B, T>(sizes));
@@ -160,7 +161,7 @@ fn upload<B: Backend, S: Scalar>(backend: &B, values: &[S]) -> Result<B::Buffer<
     Ok(buffer)
 }
 
-/// Returns the mixing steps of SplitMix (Steele et al. 2014).
+/// Applies the mixing steps of SplitMix (Steele et al. 2014).
 fn scramble(index: u64) -> u64 {
     let mut z = index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -11,7 +11,7 @@ use crate::rms_norm::{RmsNormBackward, RmsNormForward};
 use crate::sampling::{RowRequest, RowSampling, RowToken, SampleArgs};
 use crate::{Backend, DType, Element, QkvShape};
 
-/// Linear layers beside the model's own: one of the smallest models, and the projection to a
+/// Linear layers in addition to the model's own: a layer of a very small model, and the projection to a
 /// vocabulary, which does not fit a cache.
 const SMALL_LAYER: [usize; 2] = [64, 344];
 const LARGE_LAYER: [usize; 2] = [2048, 32_000];
@@ -147,7 +147,7 @@ fn sample<B: Backend, T: Element>(
     })
 }
 
-/// Both passes of a linear layer of these inputs and outputs.
+/// Returns both passes of a linear layer with these inputs and outputs.
 fn linear<B: Backend, T: Element>(
     Sizes { tokens, .. }: Sizes,
     [inputs, outputs]: [usize; 2],
@@ -185,7 +185,8 @@ fn linear_forward<B: Backend, T: Element>(
     ] backend.linear_forward(LinearForward::new(inputs, x, weight, y)))
 }
 
-/// Returns a layer on tokens of several sequences, as in generation, by a packed weight where the device has one.
+/// Returns a layer on tokens of several sequences, as in generation. The weight is packed if the device packs
+/// weights.
 fn linear_generation<B: Backend, T: Element>(
     tokens: usize,
     [inputs, outputs]: [usize; 2],
@@ -214,7 +215,7 @@ fn linear_generation<B: Backend, T: Element>(
     }))
 }
 
-/// Returns a packed random weight; nothing on a device that packs none.
+/// Returns a random packed weight; an empty buffer if the device does not pack weights.
 fn packed_weight<B: Backend, T: Element>(
     backend: &B,
     inputs: usize,
@@ -229,7 +230,7 @@ fn packed_weight<B: Backend, T: Element>(
     Ok(packed)
 }
 
-/// A teacher has the same width.
+/// Returns a case of the output head. A teacher has the same width.
 fn cross_entropy<B: Backend, T: Element>(
     Sizes { tokens, width, vocabulary, .. }: Sizes,
     name: &str,

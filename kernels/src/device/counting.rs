@@ -9,7 +9,7 @@ use crate::{
     Error, Location, LocationMut, Memory, Purpose, Region, RegionMut, Result, Scalar, gpu_sizes,
 };
 
-/// A device whose memory is counted.
+/// The device that a memory is counted for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CountedDevice {
     /// [`crate::Cpu`], with the instructions and the number of threads of this process.
@@ -32,7 +32,7 @@ pub struct CountingMemory {
 #[derive(Debug, Default)]
 struct Counts {
     bytes: [AtomicU64; Purpose::ALL.len()],
-    /// Index of the purpose of the constructor that is running; the last index if there is none.
+    /// Index of the running constructor's purpose; the last index outside any constructor.
     purpose: AtomicUsize,
     thread_scratch: AtomicU64,
 }
@@ -40,7 +40,7 @@ struct Counts {
 const UNNAMED: usize = Purpose::ALL.len() - 1;
 
 impl CountingMemory {
-    /// Creates a memory whose counts are 0.
+    /// Creates a memory with all counts 0.
     pub fn new(device: CountedDevice) -> Self {
         let counts = Counts { purpose: AtomicUsize::new(UNNAMED), ..Counts::default() };
         CountingMemory { device, counts: Arc::new(counts) }
@@ -85,7 +85,7 @@ impl CountingMemory {
     }
 }
 
-/// A buffer of a [`CountingMemory`], and a view of one.
+/// A buffer of a [`CountingMemory`], or a view of a buffer.
 #[derive(Debug, Clone, Copy)]
 pub struct Counted<S> {
     len: usize,

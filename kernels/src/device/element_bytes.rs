@@ -1,4 +1,4 @@
-//! Elements as files hold them: little-endian bytes, not necessarily aligned.
+//! Elements as files store them: little-endian bytes, not necessarily aligned.
 
 use half::{bf16, f16};
 

@@ -13,7 +13,7 @@ impl Error {
         Error(sentence)
     }
 
-    /// The arguments of an operator do not fit each other.
+    /// Creates an error for arguments of an operator that do not fit each other.
     pub fn shape(operator: &str, reason: String) -> Self {
         Error(format!("{operator}: {reason}"))
     }
@@ -32,8 +32,8 @@ impl Error {
 /// Result of a backend's methods.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Returns the text of an error and of its cause, for errors whose own text does not include the cause,
-/// such as the error of a library that cannot be loaded.
+/// Returns the text of an error and of its cause. Some errors do not include the cause in their text, such
+/// as the error of a library that cannot be loaded.
 pub fn with_cause(error: &dyn std::error::Error) -> String {
     match error.source() {
         Some(cause) => format!("{error}: {cause}"),
@@ -41,7 +41,7 @@ pub fn with_cause(error: &dyn std::error::Error) -> String {
     }
 }
 
-/// Refuses a buffer whose length is not the one that the operator's shape implies.
+/// Rejects a buffer if its length differs from the length that the operator's shape implies.
 pub(crate) fn check_len(
     operator: &'static str,
     what: &'static str,
@@ -54,7 +54,7 @@ pub(crate) fn check_len(
     Err(Error::shape(operator, format!("{what} holds {len} elements, expected {expected}")))
 }
 
-/// Refuses a token id without a row in the vocabulary.
+/// Rejects a token id without a row in the vocabulary.
 pub(crate) fn check_ids(mut ids: impl Iterator<Item = u32>, vocab_size: usize) -> Result<()> {
     let outside = ids.find(|&id| id as usize >= vocab_size);
     let refuse = |id| Error(format!("token id {id} is outside the vocabulary of {vocab_size}"));

@@ -71,8 +71,8 @@ impl Purpose {
     ];
 }
 
-/// Implements `Copy` for arguments that consist of views, of any memory: the derived implementation would be one for
-/// memories that are `Copy` themselves.
+/// Implements `Copy` for arguments that consist of views of any memory: a derived implementation would require that
+/// the memory itself is `Copy`.
 macro_rules! copy_views {
     ($($name:ident<$($parameter:ident: $bound:ident),+>),+) => {$(
         impl<$($parameter: $bound),+> Clone for $name<'_, $($parameter),+> {
@@ -91,7 +91,7 @@ pub(crate) use copy_views;
 /// Every method may run asynchronously until [`Memory::synchronize`] or [`Memory::download`].
 ///
 /// # Errors
-/// Methods that copy, fill or wait fail if the lengths differ and if the device fails, also because of an
+/// Methods that copy, fill or wait fail if the lengths differ or if the device fails, also because of an
 /// earlier operator.
 pub trait Memory: Send + Sync + Sized + 'static {
     /// An owned buffer.
@@ -104,49 +104,49 @@ pub trait Memory: Send + Sync + Sized + 'static {
     /// Returns a name for messages, such as `the CPU`.
     fn name(&self) -> String;
 
-    /// Returns the device's own memory; `None` if buffers are in the host's memory.
+    /// Returns the use of the device's own memory; `None` if buffers are in the host's memory.
     fn memory_info(&self) -> Option<MemoryInfo> {
         None
     }
 
-    /// Returns a buffer of `len` zeros.
+    /// Allocates a buffer of `len` zeros.
     fn allocate<S: Scalar>(&self, len: usize) -> Result<Self::Buffer<S>>;
 
-    /// Runs a constructor of buffers that have this purpose. It has an effect only on the counts of
-    /// a [`crate::CountingMemory`]; within another purpose, the outer one counts.
+    /// Runs a constructor of buffers that have this purpose. It affects only the counts of
+    /// a [`crate::CountingMemory`]. Within another purpose, the outer purpose counts.
     fn for_purpose<R>(&self, _purpose: Purpose, construct: impl FnOnce() -> R) -> R {
         construct()
     }
 
-    /// Returns the elements of a buffer.
+    /// Returns the number of elements of a buffer.
     fn len<S: Scalar>(buffer: &Self::Buffer<S>) -> usize;
 
-    /// Read access to `range`, which is within the buffer.
+    /// Returns read access to `range`, which is within the buffer.
     fn view<S: Scalar>(buffer: &Self::Buffer<S>, range: Range<usize>) -> Self::View<'_, S>;
 
-    /// Write access to `range`, which is within the buffer.
+    /// Returns write access to `range`, which is within the buffer.
     fn view_mut<S: Scalar>(
         buffer: &mut Self::Buffer<S>,
         range: Range<usize>,
     ) -> Self::ViewMut<'_, S>;
 
-    /// Read access to a whole buffer.
+    /// Returns read access to a whole buffer.
     fn whole<S: Scalar>(buffer: &Self::Buffer<S>) -> Self::View<'_, S> {
         Self::view(buffer, 0..Self::len(buffer))
     }
 
-    /// Write access to a whole buffer.
+    /// Returns write access to a whole buffer.
     fn whole_mut<S: Scalar>(buffer: &mut Self::Buffer<S>) -> Self::ViewMut<'_, S> {
         let len = Self::len(buffer);
         Self::view_mut(buffer, 0..len)
     }
 
-    /// Returns the elements of a view.
+    /// Returns the number of elements of a view.
     fn view_len<S: Scalar>(view: Self::View<'_, S>) -> usize {
         Self::region::<S>(view).len
     }
 
-    /// Returns the elements of a mutable view.
+    /// Returns the number of elements of a mutable view.
     fn view_mut_len<S: Scalar>(view: &Self::ViewMut<'_, S>) -> usize {
         Self::view_len::<S>(Self::as_view(view))
     }
@@ -156,25 +156,25 @@ pub trait Memory: Send + Sync + Sized + 'static {
         Self::part(view, 0..Self::view_len::<S>(view))
     }
 
-    /// Write access to the same elements with a shorter lifetime.
+    /// Returns write access to the same elements with a shorter lifetime.
     fn reborrow_mut<'v, S: Scalar>(view: &'v mut Self::ViewMut<'_, S>) -> Self::ViewMut<'v, S> {
         let len = Self::view_mut_len::<S>(view);
         Self::part_mut(view, 0..len)
     }
 
-    /// Read access to a range of a view's elements.
+    /// Returns read access to a range of a view's elements.
     fn part<'v, 'long: 'v, S: Scalar>(
         view: Self::View<'long, S>,
         range: Range<usize>,
     ) -> Self::View<'v, S>;
 
-    /// Write access to a range of a view's elements.
+    /// Returns write access to a range of a view's elements.
     fn part_mut<'v, S: Scalar>(
         view: &'v mut Self::ViewMut<'_, S>,
         range: Range<usize>,
     ) -> Self::ViewMut<'v, S>;
 
-    /// Read access to the elements of a mutable view.
+    /// Returns read access to the elements of a mutable view.
     fn as_view<'v, S: Scalar>(view: &'v Self::ViewMut<'_, S>) -> Self::View<'v, S>;
 
     /// Returns the view with its type erased.
@@ -189,7 +189,7 @@ pub trait Memory: Send + Sync + Sized + 'static {
     /// Copies to the host; both have the same length.
     fn download<S: Scalar>(&self, source: Self::View<'_, S>, destination: &mut [S]) -> Result<()>;
 
-    /// Lets the host change elements; a device copies them to the host and back. For small tables:
+    /// Lets the host change elements. A device copies them to the host and back. For small tables only:
     /// it waits for all earlier operators.
     fn on_host<S: Scalar>(
         &self,

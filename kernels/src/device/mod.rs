@@ -1,4 +1,4 @@
-//! Devices: their memory, the types of its elements, and what operators are written with. Nothing here knows an operator.
+//! Devices: their memory, its element types, and the tools of operators. Nothing here depends on an operator.
 
 pub(crate) mod counting;
 pub(crate) mod cpu;

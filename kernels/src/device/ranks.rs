@@ -5,14 +5,13 @@ use std::ops::Range;
 
 use crate::{Result, ViewMut};
 
-/// Sums a table over the ranks that share an operator, in place. All of them call it the same
+/// Sums a table over the ranks that share an operator, in place. All ranks call it the same
 /// number of times, with tables of the same shape.
 pub type AllReduce<'a, M> = &'a (dyn Fn(ViewMut<'_, M, f64>) -> Result<()> + Sync);
 
-/// The query heads of a layer, and those that are local to this rank: all, or the heads of every
-/// `ranks`-th key/value head from the `rank`-th on. With this division all ranks have the same
-/// number of shared heads, which are first, if the number of their key/value heads is a multiple of
-/// `ranks`.
+/// The query heads of a layer, and the heads that are local to this rank: all, or the heads of every
+/// `ranks`-th key/value head, starting with the `rank`-th. Shared heads come first. If the number of their key/value
+/// heads is a multiple of `ranks`, all ranks have the same number of shared heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Heads {
     /// Heads of the layer.
@@ -26,7 +25,7 @@ pub struct Heads {
 }
 
 impl Heads {
-    /// All heads of a layer.
+    /// Returns all heads of a layer, local to one rank.
     pub fn all(count: usize) -> Self {
         Heads { count, group_size: 1, rank: 0, ranks: 1 }
     }
@@ -36,13 +35,13 @@ impl Heads {
         self.count / self.ranks
     }
 
-    /// Returns the index in the layer of local head `local`; local heads keep their order.
+    /// Returns the layer's index of the local head `local`. Local heads keep their order.
     pub fn index(&self, local: usize) -> usize {
         let group = local / self.group_size * self.ranks + self.rank;
         group * self.group_size + local % self.group_size
     }
 
-    /// Returns the number of the layer's first `shared` heads that are local; they are also the first local
+    /// Returns how many of the layer's first `shared` heads are local; they are also the first local
     /// heads.
     pub fn local_below(&self, shared: usize) -> usize {
         (0..self.local()).take_while(|&local| self.index(local) < shared).count()
@@ -55,8 +54,8 @@ impl Heads {
     }
 }
 
-/// Returns the share of rank `rank` of `ranks` in `count` items: a range, whose length differs by at most
-/// one between ranks.
+/// Returns the range of `count` items that belongs to rank `rank` of `ranks`. The lengths of two ranks' ranges differ
+/// by at most one.
 pub fn share(count: usize, rank: usize, ranks: usize) -> Range<usize> {
     rank * count / ranks..(rank + 1) * count / ranks
 }
@@ -73,7 +72,7 @@ pub struct VocabularyRows {
 }
 
 impl VocabularyRows {
-    /// All rows.
+    /// Returns all rows, local to one rank.
     pub fn all(vocab_size: usize) -> Self {
         VocabularyRows { vocab_size, first: 0, count: vocab_size }
     }
@@ -84,7 +83,7 @@ impl VocabularyRows {
         VocabularyRows { vocab_size, first: local.start, count: local.len() }
     }
 
-    /// Returns the index of a token's row among the local ones; `None` if it is not local.
+    /// Returns the index of a token's row among the local rows; `None` if the row is not local.
     pub fn local(&self, id: u32) -> Option<usize> {
         (id as usize).checked_sub(self.first).filter(|&row| row < self.count)
     }
@@ -96,7 +95,7 @@ mod tests {
 
     #[test]
     fn ranks_hold_equal_numbers_of_shared_heads_where_groups_allow_it() {
-        // 8 key/value heads of 4 query heads; the first 16 heads are shared.
+        // 8 key/value heads of 4 query heads. The first 16 heads are shared.
         let held = |rank, ranks| {
             let heads = Heads { count: 32, group_size: 4, rank, ranks };
             let indices: Vec<usize> = (0..heads.local()).map(|head| heads.index(head)).collect();

@@ -1,14 +1,14 @@
-//! The element types that buffers and files hold, and those among them that operators compute in.
+//! The element types of buffers and files, and the subset that operators compute in.
 
 use bytemuck::Pod;
 use half::{bf16, f16};
 
-/// The type of an element. Every other list of element types is a part of this one.
+/// The type of an element. Every other list of element types is a subset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DType {
     /// 32-bit float.
     F32,
-    /// 16-bit float (IEEE): weights in files, no operator computes in it.
+    /// 16-bit float (IEEE): only weights in files, no operator computes in it.
     F16,
     /// bfloat16: storage only, the arithmetic is f32.
     BF16,
@@ -37,12 +37,12 @@ impl DType {
     const ALL: [DType; 7] =
         [DType::F32, DType::F16, DType::BF16, DType::F64, DType::U32, DType::I16, DType::U8];
 
-    /// Returns the type with this short or PyTorch name, if there is one.
+    /// Returns the type with this short or PyTorch name; `None` if no type has it.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|dtype| [dtype.name(), dtype.torch_name()].contains(&name))
     }
 
-    /// Returns the name in PyTorch and in `config.json`, which recipes and the command line read too.
+    /// Returns the name in PyTorch and in `config.json`. Recipes and the command line also accept it.
     pub const fn torch_name(self) -> &'static str {
         match self {
             DType::F32 => "float32",
@@ -70,7 +70,7 @@ impl DType {
 }
 
 /// The types of [`DType`] that operators compute in: the types `T` that implement [`Element`]. A
-/// match on it selects the generic instantiation of a type that is known only at run time.
+/// match on it selects the generic instantiation for a type that is known only at run time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ElementType {
     /// `f32`.
@@ -101,7 +101,7 @@ impl ElementType {
         self.dtype().name()
     }
 
-    /// Returns the type with this short or PyTorch name, if there is one.
+    /// Returns the type with this short or PyTorch name; `None` if no type has it.
     pub fn from_name(name: &str) -> Option<Self> {
         let dtype = DType::from_name(name)?;
         Self::ALL.into_iter().find(|element| element.dtype() == dtype)
@@ -110,15 +110,15 @@ impl ElementType {
 
 /// An element type of buffers.
 pub trait Scalar: Pod + Send + Sync + std::fmt::Debug + PartialEq {
-    /// Its type.
+    /// The scalar's type.
     const DTYPE: DType;
 }
 
 /// An element type of weights, activations and gradients; arithmetic on it is f32.
 pub trait Element: Scalar {
-    /// Its type, among those that operators compute in.
+    /// The element's type, among the types that operators compute in.
     const ELEMENT: ElementType;
-    /// Its value, exactly.
+    /// Returns the exact value.
     fn to_f32(self) -> f32;
     /// Returns the nearest representable value, ties to even.
     fn from_f32(value: f32) -> Self;
@@ -150,7 +150,7 @@ impl Element for bf16 {
     fn to_f32(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
     }
-    /// Returns the same as [`bf16::from_f32`], without a branch, so that loops over it vectorise.
+    /// Computes the same as [`bf16::from_f32`], without a branch, so that loops over it vectorise.
     #[inline(always)]
     fn from_f32(value: f32) -> Self {
         let bits = value.to_bits();

@@ -1,5 +1,5 @@
-//! Matmuls in packed blocks, on several threads: a block of the right matrix is packed by all of them
-//! together, and each task multiplies some rows of the left one by the whole block.
+//! Matmuls in packed blocks, on several threads. All threads pack a block of the right matrix
+//! together, and each task multiplies some rows of the left matrix by the whole block.
 //!
 //! Blocks of terms depend on the shape alone, so the bits do not depend on the number of threads.
 
@@ -16,18 +16,18 @@ use crate::scratch::with_shared_scratch;
 pub(super) const PANEL: usize = 32;
 /// Rows that share a right block while sums stay in scratch between blocks.
 const PARTIAL_ROWS: usize = 2048;
-/// Terms to which blocks are rounded up: only the last one has a part of a vector.
+/// Block lengths are rounded up to this many terms: only the last block has a part of a vector.
 const VECTOR: usize = 32;
 
-/// Elements of a right block below which one thread packs it: it takes less time than to divide it.
+/// Elements of a right block below which one thread packs it: that takes less time than dividing the work.
 const SMALL: usize = 1 << 14;
 
 /// The instructions that multiply packed blocks.
 pub(super) trait Kernel {
-    /// Rows of the left matrix to which tasks are rounded up.
+    /// Rows of the left matrix to which a task's size is rounded up.
     const ROWS: usize;
 
-    /// Terms of a block at most, a multiple of a vector.
+    /// Maximum terms of a block, a multiple of a vector.
     const DEPTH: usize;
 
     /// Elements of a right block, which stays in a cache.
@@ -48,7 +48,7 @@ pub(super) trait Kernel {
     ///
     /// # Safety
     /// The output's pointers are valid for these rows and columns, and no other thread accesses the
-    /// elements that are written.
+    /// written elements.
     #[allow(unsafe_code)]
     unsafe fn multiply_rows<T: Element>(
         left: Matrix<'_, T>,
@@ -80,7 +80,7 @@ impl Blocks {
         let is_partial = is_bf16 && terms > depth;
         let outer = if is_partial { rows.min(PARTIAL_ROWS) } else { rows };
         let partial = if is_partial { outer * columns } else { 0 };
-        // Two tasks for each thread, so that none waits long for another.
+        // Two tasks for each thread, so that no thread waits long for another.
         let share = if threads > 1 { outer.div_ceil(2 * threads) } else { outer };
         let rows = share.next_multiple_of(K::ROWS).max(K::ROWS);
         Blocks { depth, columns, rows, outer, partial }
@@ -91,7 +91,7 @@ impl Blocks {
     }
 }
 
-/// Terms of a block.
+/// Returns the terms of a block.
 pub(super) fn depth<K: Kernel>(terms: usize) -> usize {
     terms.div_ceil(terms.div_ceil(K::DEPTH).max(1)).next_multiple_of(VECTOR)
 }
@@ -100,10 +100,10 @@ pub(super) fn packed_len<K: Kernel>(columns: usize, terms: usize) -> usize {
     columns.div_ceil(PANEL) * K::panel_len(terms)
 }
 
-/// Returns the most scratch, in elements, that threads share in a matmul of at most `most` rows, columns and
+/// Returns the maximum scratch, in elements, that threads share in a matmul of at most `most` rows, columns and
 /// terms.
 pub(super) fn most_shared_scratch<K: Kernel>(most: usize) -> [usize; 2] {
-    // Where there are several blocks, each has at least half of the most terms.
+    // If there are several blocks, each block has at least half of the maximum terms.
     let depths = [most.min(K::DEPTH), K::DEPTH / 2].map(|depth| depth.next_multiple_of(VECTOR));
     let columns = |depth| most.min(K::columns(depth));
     let packed = depths.map(|depth| packed_len::<K>(columns(depth), depth));
@@ -111,7 +111,7 @@ pub(super) fn most_shared_scratch<K: Kernel>(most: usize) -> [usize; 2] {
     [if most > K::DEPTH { partial } else { 0 }, packed[0].max(packed[1])]
 }
 
-/// `out = left right`, as its destination says, on `threads` of rayon's threads.
+/// Computes `out = left right`, according to the destination, on `threads` of rayon's threads.
 pub(super) fn multiply<K: Kernel, O: Element, A: Element, B: Element>(
     mut out: MatrixMut<'_, O>,
     left: Matrix<'_, A>,
@@ -130,7 +130,7 @@ pub(super) fn multiply<K: Kernel, O: Element, A: Element, B: Element>(
             let columns = column..out.columns.min(column + blocks.columns);
             for row in (0..out.rows).step_by(blocks.outer) {
                 let rows = row..out.rows.min(row + blocks.outer);
-                // Without terms the addend still has to be stored.
+                // Without terms the addend must still be stored.
                 for start in (0..terms.max(1)).step_by(blocks.depth.max(1)) {
                     let range = start..terms.min(start + blocks.depth);
                     let position =
@@ -179,23 +179,23 @@ fn multiply_block<K: Kernel, T: Element>(
     });
 }
 
-/// Runs `body` on parts of at most `most` rows, which begin at multiples of `step`, on rayon's threads.
+/// Runs `body` on parts of at most `most` rows, which start at multiples of `step`, on rayon's threads.
 fn in_parts(rows: Range<usize>, most: usize, step: usize, body: &(impl Fn(Range<usize>) + Sync)) {
     if rows.len() <= most {
         return body(rows);
     }
-    // Not all of the rows, as these are more than one step.
+    // Less than all rows, as there are more rows than one step.
     let middle = rows.start + (rows.len() / 2).next_multiple_of(step);
     let (first, rest) = (rows.start..middle, middle..rows.end);
     rayon::join(|| in_parts(first, most, step, body), || in_parts(rest, most, step, body));
 }
 
-/// The output of several tasks.
+/// The output that several tasks share.
 #[derive(Clone, Copy)]
 struct Shared(Output);
 
 // SAFETY: the pointers stay valid while the matmul borrows the output and its partial sums, and each
-// task writes rows of its own.
+// task writes only its own rows.
 #[allow(unsafe_code)]
 unsafe impl Sync for Shared {}
 
@@ -260,7 +260,7 @@ mod tests {
     use crate::matmul::avx512::Avx512;
     use crate::matmul::vector::Vector;
 
-    /// The blocks of a shape fit the scratch that is reserved for its largest side.
+    /// Checks that the blocks of a shape fit the scratch that is reserved for its largest side.
     fn fits<K: Kernel>(shape: [usize; 3], is_bf16: bool, threads: usize) {
         let blocks = Blocks::new::<K>(shape, is_bf16, threads);
         let Blocks { depth, columns, rows, outer, partial } = blocks;

@@ -1,8 +1,8 @@
-//! Matmuls of inner products, which read both matrices along k, in memory order: those of a few rows, as in
-//! generation, and those whose rows may not depend on each other.
+//! Matmuls of inner products, which read both matrices along k, in memory order: matmuls of a few rows, as in
+//! generation, and matmuls with rows that may not depend on each other.
 //!
-//! An inner product's sum has the same order in every tile and in every matmul: the bits of a row of the
-//! result depend on that row of the left matrix and on the right matrix alone.
+//! An inner product's sum has the same order in every tile and in every matmul. The bits of a row of the
+//! result depend only on that row of the left matrix and on the right matrix.
 
 use std::ops::Range;
 
@@ -12,21 +12,21 @@ use super::matrix::{Matrix, MatrixMut};
 use crate::scalar::{DType, Element};
 use crate::scratch::with_scratch;
 
-/// Maximum rows of the left matrix, unless its rows are to be independent: the other implementations copy
+/// Maximum rows of the left matrix, unless its rows must be independent. The other implementations copy
 /// the right matrix, which costs more than reading it once per row. f32 gains less from a copy than bf16.
 const MAX_ROWS: usize = 4;
 const MAX_ROWS_F32: usize = 7;
-/// Rows and columns of a tile of inner products at most: with its operands it fills the registers.
+/// Maximum rows and columns of a tile of inner products: with its operands it fills the registers.
 const TILE_ROWS: usize = 3;
 const TILE_COLUMNS: usize = 4;
 /// Maximum rows that are multiplied by one column at a time.
 const SEQUENTIAL_ROWS: usize = 2;
 /// Rows that are converted to f32 at a time.
 const BLOCK_ROWS: usize = 2 * TILE_ROWS;
-/// Elements of the right matrix that are multiplied by all rows before the next ones: they stay in the
+/// Elements of the right matrix that are multiplied by all rows before the next elements are read: they stay in the
 /// second-level cache.
 const BLOCK: usize = 1 << 16;
-/// Distance in bytes of prefetches of the right matrix, which can be of later columns.
+/// Distance in bytes of prefetches of the right matrix; they can reach later columns.
 const AHEAD: isize = 4096;
 /// Elements of the longest vectors.
 const MAX_LANES: usize = 16;
@@ -44,12 +44,12 @@ pub(super) fn applies<A, B: Element>(left: &Matrix<'_, A>, right: &Matrix<'_, B>
     left.rows <= most && along_k(left, right)
 }
 
-/// Returns the most scratch, in elements, of a matmul of at most `most` terms.
+/// Returns the maximum scratch, in elements, of a matmul of at most `most` terms.
 pub(super) fn most_scratch(most: usize) -> [usize; 1] {
     [MAX_ROWS_F32.max(BLOCK_ROWS).saturating_mul(most)]
 }
 
-/// `out = left right`, as its destination says.
+/// Computes `out = left right`, according to the destination.
 pub(super) fn multiply<O: Element, A: Element, B: Element>(
     mut out: MatrixMut<'_, O>,
     left: Matrix<'_, A>,
@@ -57,7 +57,7 @@ pub(super) fn multiply<O: Element, A: Element, B: Element>(
 ) {
     let accumulate = out.prepare();
     let weight = right.transposed();
-    // Elements that are f32 already are read in place.
+    // f32 elements are read in place.
     let rows = if left.as_f32().is_some() && B::DTYPE == DType::F32 { 0 } else { BLOCK_ROWS };
     with_scratch([rows.min(left.rows) * left.columns], |[values]| {
         Arch::new().dispatch(Products { out, accumulate, left, weight, values });
@@ -91,7 +91,7 @@ impl<O: Element, A: Element, B: Element> WithSimd for Products<'_, '_, O, A, B> 
 }
 
 impl<O: Element, A: Element, B: Element> Products<'_, '_, O, A, B> {
-    /// The products of at most [`BLOCK_ROWS`] rows and some columns.
+    /// Computes the products of at most [`BLOCK_ROWS`] rows and some columns.
     #[inline(always)]
     fn block<S: Simd>(&mut self, simd: S, rows: Range<usize>, columns: Range<usize>) {
         let inner = self.left.columns;
@@ -104,7 +104,7 @@ impl<O: Element, A: Element, B: Element> Products<'_, '_, O, A, B> {
             }
         }
         let (tile_rows, tile_columns) = match S::REGISTER_COUNT >= 32 {
-            // Memory bandwidth limits few rows, and is highest where addresses only increase.
+            // Memory bandwidth limits few rows, and it is highest if addresses only increase.
             _ if rows.len() <= SEQUENTIAL_ROWS => (SEQUENTIAL_ROWS, 1),
             true => (TILE_ROWS, TILE_COLUMNS),
             false => (TILE_ROWS - 1, TILE_COLUMNS - 2),
@@ -140,7 +140,7 @@ impl<O: Element, A: Element, B: Element> Products<'_, '_, O, A, B> {
         of_size!(1 1 1 2 1 3 1 4 2 1 2 2 2 3 2 4 3 1 3 2 3 3 3 4);
     }
 
-    /// The products of R rows from `row` on and C columns from `column` on.
+    /// Computes the products of R rows from `row` on and C columns from `column` on.
     #[inline(always)]
     fn of<S: Simd, const R: usize, const C: usize>(
         &mut self,
@@ -179,7 +179,7 @@ pub(super) fn widen<T: Element>(elements: &[T], out: &mut [f32]) {
     }
 }
 
-/// Writes the elements at even indices of each two vectors to the first, and those at odd indices
+/// Writes the elements at even indices of each two vectors to the first vector, and the elements at odd indices
 /// to the second: a bf16 vector read as u32 separates in this way.
 #[inline(always)]
 pub(crate) fn separate<S: Simd>(elements: &[impl Element], out: &mut [f32]) {
@@ -207,9 +207,9 @@ pub(crate) fn join<S: Simd>(elements: &mut [f32]) {
     }
 }
 
-/// Returns the inner products of R rows and C columns, each in the same order, which depends on the length and on
-/// the machine's vectors alone: two interleaved sums of vectors, and the elements that fill no two vectors
-/// one by one.
+/// Returns the inner products of R rows and C columns. Every product sums in the same order, which depends only on the
+/// length and on the machine's vectors: two interleaved sums of vectors, and then, one by one, the last elements
+/// that do not fill two vectors.
 #[inline(always)]
 pub(crate) fn products<S: Simd, B: Element, const R: usize, const C: usize>(
     simd: S,
@@ -236,7 +236,7 @@ pub(crate) fn products<S: Simd, B: Element, const R: usize, const C: usize>(
             }
             for (sums, left) in sums.iter_mut().zip(&left) {
                 let start = at + half * S::F32_LANES;
-                // SAFETY: likewise within the row.
+                // SAFETY: the range is within the row, as for the column.
                 #[allow(unsafe_code)]
                 let row = vector::<S>(unsafe { left.get_unchecked(start..start + S::F32_LANES) });
                 for (sum, &column) in sums.iter_mut().zip(&columns) {
@@ -257,8 +257,8 @@ pub(crate) fn products<S: Simd, B: Element, const R: usize, const C: usize>(
     products
 }
 
-/// Prefetches the memory `ahead` bytes after a slice, of the slice's length. Processors prefetch less far ahead by
-/// themselves, and not from one block of the key/value cache to the next.
+/// Prefetches the memory `ahead` bytes after a slice, with the slice's length. Processors do not prefetch as far ahead
+/// by themselves, nor from one block of the key/value cache to the next.
 #[inline(always)]
 pub(crate) fn prefetch<B>(elements: &[B], ahead: isize) {
     #[cfg(target_arch = "x86_64")]
@@ -277,7 +277,7 @@ pub(crate) fn prefetch<B>(elements: &[B], ahead: isize) {
     let _ = (elements, ahead);
 }
 
-/// Returns the first or second vector of the elements of two: in order if they are f32, [separated](separate) if
+/// Returns the first or second vector of two vectors of elements: in order if they are f32, [separated](separate) if
 /// bf16.
 #[inline(always)]
 pub(crate) fn vector_of_two<S: Simd, B: Element>(simd: S, elements: &[B], half: usize) -> S::f32s {

@@ -34,7 +34,7 @@ impl<'a, T> Matrix<'a, T> {
         Self::with_stride(data, rows, columns, columns)
     }
 
-    /// Creates a row-major matrix whose rows are `row_stride` elements apart.
+    /// Creates a row-major matrix with rows `row_stride` elements apart.
     pub(crate) fn with_stride(
         data: &'a [T],
         rows: usize,
@@ -91,8 +91,8 @@ impl<'a, T: Element> Matrix<'a, T> {
     }
 }
 
-/// A mutable row-major matrix with a stride, and what a matmul does to it: overwrites it, unless another destination is
-/// set. Several threads can write its blocks.
+/// A mutable row-major matrix with a stride, and the effect of a matmul on it: overwrites it, unless another
+/// destination is set. Several threads can write its blocks.
 pub(crate) struct MatrixMut<'a, T> {
     pub(super) start: *mut T,
     pub(super) rows: usize,
@@ -103,7 +103,7 @@ pub(crate) struct MatrixMut<'a, T> {
 }
 
 // SAFETY: the view is the only access to its elements (created from a unique slice, split into
-// disjoint blocks), and T itself may move between threads and, in an addend, be shared by them.
+// disjoint blocks), and T itself may move between threads and, in an addend, be shared by threads.
 #[allow(unsafe_code)]
 unsafe impl<T: Send + Sync> Send for MatrixMut<'_, T> {}
 
@@ -113,7 +113,7 @@ impl<'a, T: Element> MatrixMut<'a, T> {
         Self::with_stride(data, rows, columns, columns)
     }
 
-    /// Creates a row-major matrix whose rows are `row_stride` elements apart.
+    /// Creates a row-major matrix with rows `row_stride` elements apart.
     pub(crate) fn with_stride(
         data: &'a mut [T],
         rows: usize,
@@ -125,12 +125,12 @@ impl<'a, T: Element> MatrixMut<'a, T> {
         MatrixMut { start, rows, columns, row_stride, destination, owner: PhantomData }
     }
 
-    /// Returns the same matrix as another destination.
+    /// Returns the same matrix with another destination.
     pub(crate) fn with(self, destination: impl Into<Destination<'a, T>>) -> Self {
         MatrixMut { destination: destination.into(), ..self }
     }
 
-    /// Returns the columns before `column`, and the rest.
+    /// Returns the columns before `column`, and the remaining columns.
     pub(super) fn split_columns(self, column: usize) -> (Self, Self) {
         assert!(column <= self.columns);
         let part = |columns: Range<usize>| MatrixMut {
@@ -161,7 +161,7 @@ impl<'a, T: Element> MatrixMut<'a, T> {
         }
     }
 
-    /// Copies the addend into the matrix; true if the matmul must accumulate.
+    /// Copies the addend into the matrix; returns whether the matmul must accumulate.
     pub(super) fn prepare(&mut self) -> bool {
         if let Destination::AddTo(addend) = self.destination {
             for row in 0..self.rows {
@@ -175,11 +175,11 @@ impl<'a, T: Element> MatrixMut<'a, T> {
 /// The effect of a matmul on its destination.
 #[derive(Clone, Copy)]
 pub(crate) enum Destination<'a, T> {
-    /// Overwrites its elements.
+    /// Overwrites the elements.
     Overwrite,
-    /// Accumulates into its elements.
+    /// Accumulates into the elements.
     Accumulate,
-    /// Overwrites its elements with the sum of the result and this row-major matrix of the same
+    /// Overwrites the elements with the sum of the result and this row-major matrix of the same
     /// shape.
     AddTo(Matrix<'a, T>),
 }

@@ -1,12 +1,15 @@
 //! The CPU's matmuls, behind bounds-checked views.
 //!
 //! [`matmul`] runs on the calling thread, [`parallel`](matmul_parallel) on rayon's. The
-//! implementation depends only on types and shape. Inner products ([`dot`]) multiply a few rows by a
-//! matrix that is contiguous along k, or any number of them that may not depend on each other
-//! ([`matmul_of_rows`]), or a matrix that was packed before, as that of a layer in generation ([`packed`]). All others are divided into packed blocks that the threads
-//! share ([`blocked`]), which f32 vectors multiply ([`vector`]), or what [`Bf16Path`] chooses for
-//! bf16: AVX512-BF16 ([`avx512`]), or f32 vectors again. All of them sum in f32 and round once,
-//! when the result is stored.
+//! implementation depends only on types and shape:
+//!
+//! - Inner products ([`dot`]) multiply by a matrix that is contiguous along k. They multiply a few rows, or any
+//!   number of rows that must not depend on each other ([`matmul_of_rows`]).
+//! - [`packed`] multiplies by a matrix that was packed before, such as a layer's weight in generation.
+//! - All other matmuls are divided into packed blocks that the threads share ([`blocked`]). f32 vectors
+//!   multiply f32 blocks ([`vector`]). For bf16, [`Bf16Path`] chooses AVX512-BF16 ([`avx512`]) or f32 vectors.
+//!
+//! All implementations sum in f32 and round once, when the result is stored.
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -39,10 +42,10 @@ use avx512::Avx512;
 use blocked::Kernel;
 use vector::Vector;
 
-/// `out = left right`, as its destination says, on the calling thread.
+/// Computes `out = left right`, according to the destination, on the calling thread.
 ///
-/// If one operand is bf16 and the other f32, the latter is rounded to bf16 on machines whose bf16
-/// instructions are used.
+/// If one operand is bf16 and the other f32, the f32 operand is rounded to bf16 on machines that use bf16
+/// instructions.
 pub(crate) fn matmul<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
     left: Matrix<'_, A>,
@@ -55,7 +58,7 @@ pub(crate) fn matmul<O: Element, A: Element, B: Element>(
     multiply(out, left, right, 1);
 }
 
-/// A matmul in packed blocks on `threads` of rayon's threads.
+/// Multiplies in packed blocks on `threads` of rayon's threads.
 fn multiply<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
     left: Matrix<'_, A>,
@@ -72,7 +75,7 @@ fn multiply<O: Element, A: Element, B: Element>(
     }
 }
 
-/// Returns the most bytes of a thread's scratch in matmuls of matrices of `T`, of at most `most` rows,
+/// Returns the maximum bytes of a thread's scratch in matmuls of matrices of `T`, of at most `most` rows,
 /// columns and terms.
 pub(crate) fn most_scratch_bytes<T: Element>(most: usize) -> ScratchBytes {
     fn of<K: Kernel>(own: &[usize], most: usize) -> ScratchBytes {

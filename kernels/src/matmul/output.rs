@@ -1,11 +1,11 @@
-//! The epilogue of a product: an addend is added to its sums, and they are rounded and stored.
+//! The epilogue of a product: adds an addend to the sums, rounds the sums and stores them.
 
 use half::bf16;
 use pulp::Simd;
 
 use super::dot::widen;
 
-/// Where a tile's sums go.
+/// The destination of a tile's sums, and their addend.
 #[derive(Clone, Copy)]
 pub(super) struct Output {
     pub(super) addend: Addend,
@@ -43,11 +43,11 @@ impl Output {
         Output { addend, target }
     }
 
-    /// Stores a row of sums; the last of their vectors may have fewer columns.
+    /// Stores a row of sums. The last vector may have fewer columns.
     ///
     /// # Safety
     /// The pointers are valid for the row and `columns` columns, and no other thread accesses the
-    /// elements that are written.
+    /// written elements.
     #[allow(unsafe_code)]
     #[inline(always)]
     pub(super) unsafe fn store_row<S: Simd, const V: usize>(
@@ -70,10 +70,10 @@ impl Output {
 }
 
 impl Addend {
-    /// Returns a vector of `count` elements, and zeros after them.
+    /// Returns a vector of `count` elements, followed by zeros.
     ///
     /// # Safety
-    /// The elements are valid from this row and column on.
+    /// The elements, starting at this row and column, are valid.
     #[allow(unsafe_code)]
     #[inline(always)]
     unsafe fn load<S: Simd>(self, simd: S, row: usize, column: usize, count: usize) -> S::f32s {
@@ -105,7 +105,7 @@ impl Target {
     /// Stores the first `count` elements of a vector.
     ///
     /// # Safety
-    /// The elements are valid from this row and column on, and nothing else accesses them.
+    /// The elements, starting at this row and column, are valid, and nothing else accesses them.
     #[allow(unsafe_code)]
     #[inline(always)]
     unsafe fn store<S: Simd>(

@@ -1,8 +1,8 @@
-//! Matmuls by a right matrix that was packed before: a layer of a model that generates multiplies a few rows
+//! Matmuls by a right matrix that was packed before: in generation, a layer multiplies a few rows
 //! by the same matrix again and again.
 //!
-//! The bits of a row of the result depend on that row of the left matrix and on the right matrix alone.
-//! They are those of the same row in [`super::multiply`], where it does not compute inner products.
+//! The bits of a row of the result depend only on that row of the left matrix and on the right matrix.
+//! The row has the same bits as in [`super::multiply`], which computes no inner products.
 
 #[cfg(target_arch = "x86_64")]
 use super::avx512::Avx512;
@@ -17,29 +17,29 @@ use crate::scratch::with_scratch;
 /// Multiply-adds of a part of the columns below which threads cost more than they save.
 const SMALL: usize = 1 << 16;
 const PARTS_PER_THREAD: usize = 2;
-/// Rows that are multiplied at a time: partial sums of so many rows are in scratch.
+/// Rows that are multiplied at a time; scratch has partial sums of this many rows.
 const ROWS: usize = 192;
 
-/// A right matrix as packed panels: for each block of terms, those of all columns.
+/// A right matrix as packed panels: each block of terms has the panels of all columns.
 #[derive(Clone, Copy)]
 pub(crate) struct Packed<'a> {
     data: &'a [u32],
-    /// Its terms, rows of the matrix.
+    /// The terms, which are the rows of the matrix.
     terms: usize,
     columns: usize,
 }
 
 impl<'a> Packed<'a> {
-    /// Creates a matrix of elements `T` that [`pack`] has written.
+    /// Creates a matrix of elements `T` from the output of [`pack`].
     pub(crate) fn new<T: Element>(data: &'a [u32], terms: usize, columns: usize) -> Self {
         assert_eq!(data.len(), packed_len::<T>(terms, columns), "another matrix was packed");
         Packed { data, terms, columns }
     }
 }
 
-/// Evaluates an expression with `$kernel` as the instructions that multiply packed matrices of `$element`,
-/// or another one if they are not packed: bf16 without instructions for it would become f32, which takes
-/// twice as long to read.
+/// Evaluates an expression with `$kernel` as the instructions that multiply packed matrices of `$element`. If these
+/// matrices are not packed, evaluates another expression. Without bf16 instructions, bf16 is not packed: it would
+/// become f32, which takes twice as long to read.
 macro_rules! with_kernel {
     ($kernel:ident, $element:ty, $body:expr, $otherwise:expr) => {
         match Bf16Path::in_use() {
@@ -75,7 +75,7 @@ fn pack_by<K: Kernel, T: Element>(right: Matrix<'_, T>, mut out: &mut [u32]) {
     }
 }
 
-/// `out = left right`, as its destination says, on rayon's threads.
+/// Computes `out = left right`, according to the destination, on rayon's threads.
 pub(crate) fn matmul_packed<O: Element, A: Element>(
     out: MatrixMut<'_, O>,
     left: Matrix<'_, A>,
@@ -91,7 +91,7 @@ pub(crate) fn matmul_packed<O: Element, A: Element>(
 
 fn blocks<K: Kernel>(terms: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
     let depth = depth::<K>(terms).max(1);
-    // Without terms the addend still has to be stored.
+    // Without terms the addend must still be stored.
     (0..terms.max(1)).step_by(depth).map(move |start| start..terms.min(start + depth))
 }
 
@@ -99,7 +99,7 @@ fn len<K: Kernel>(columns: usize, terms: usize) -> usize {
     super::blocked::packed_len::<K>(columns, terms)
 }
 
-/// A matmul of some columns, from `first` on.
+/// A matmul of some columns, starting at `first`.
 #[derive(Clone, Copy)]
 struct Product<'a, A> {
     left: Matrix<'a, A>,
@@ -108,7 +108,7 @@ struct Product<'a, A> {
 }
 
 impl<A: Element> Product<'_, A> {
-    /// In parts of about `most` columns, whole panels.
+    /// Multiplies in parts of about `most` columns, whole panels.
     fn in_parts<K: Kernel, O: Element>(self, out: MatrixMut<'_, O>, most: usize) {
         let columns = out.columns;
         if columns <= most + most / 4 || columns < 2 * PANEL {
@@ -122,7 +122,7 @@ impl<A: Element> Product<'_, A> {
         );
     }
 
-    /// On the calling thread.
+    /// Multiplies on the calling thread.
     fn multiply<K: Kernel, O: Element>(self, mut out: MatrixMut<'_, O>) {
         let (terms, columns) = (self.right.terms, out.columns);
         if out.rows == 0 || columns == 0 {
@@ -146,7 +146,7 @@ impl<A: Element> Product<'_, A> {
                     let panels = &self.right.data[start + self.first / PANEL * panel..]
                         [..columns.div_ceil(PANEL) * panel];
                     let left = self.left.columns(block.clone()).rows(part.clone());
-                    // SAFETY: the output has these rows and columns, and is this call's alone.
+                    // SAFETY: the output has these rows and columns, and only this call accesses it.
                     #[allow(unsafe_code)]
                     unsafe {
                         K::multiply_rows(left, panels, columns, output);

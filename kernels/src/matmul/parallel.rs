@@ -1,4 +1,4 @@
-//! Matmuls on rayon's threads: packed ones share their blocks; the columns of inner products are halved
+//! Matmuls on rayon's threads. Packed matmuls share their blocks. The columns of inner products are halved
 //! until a thread's part is small enough.
 
 use super::matrix::{Matrix, MatrixMut};
@@ -11,8 +11,8 @@ const PARTS_PER_THREAD: usize = 2;
 /// Granularity of the division of columns.
 const COLUMN_STEP: usize = 64;
 
-/// `out = left right`, as its destination says, on rayon's threads; the bits do not
-/// depend on their number.
+/// Computes `out = left right`, according to the destination, on rayon's threads. The bits do not
+/// depend on the number of threads.
 pub(crate) fn matmul_parallel<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
     left: Matrix<'_, A>,
@@ -30,8 +30,8 @@ pub(crate) fn matmul_parallel<O: Element, A: Element, B: Element>(
     inner_products_parallel(out, left, right);
 }
 
-/// The same, where the bits of a row of the result depend on that row of the left matrix and on the right
-/// matrix alone, however many rows there are. Both are contiguous along k.
+/// Computes `out = left right` like `matmul_parallel`, with independent rows: the bits of a row of the result depend
+/// only on that row of the left matrix and on the right matrix. Both matrices are contiguous along k.
 pub(crate) fn matmul_of_rows<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
     left: Matrix<'_, A>,
@@ -53,7 +53,7 @@ fn inner_products_parallel<O: Element, A: Element, B: Element>(
     inner_products(out, left, right, columns);
 }
 
-/// Inner products in parts of about `most` columns.
+/// Computes inner products in parts of about `most` columns.
 fn inner_products<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
     left: Matrix<'_, A>,

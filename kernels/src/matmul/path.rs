@@ -7,7 +7,7 @@ use crate::{Cpu, Error, Result};
 
 /// How the CPU multiplies bf16 matrices.
 ///
-/// The choice depends on the processor and on [`VARIABLE`](Self::VARIABLE) alone, never on a
+/// The choice depends only on the processor and on [`VARIABLE`](Self::VARIABLE), never on a
 /// measurement: a resumed run computes the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bf16Path {
@@ -27,11 +27,11 @@ impl Bf16Path {
         *IN_USE.get_or_init(|| Self::from_environment().unwrap_or_else(|_| Self::of_processor()))
     }
 
-    /// Returns the implementation to use by the environment variable `MOH_BF16`: the processor's without
-    /// it, and where the processor lacks the named one.
+    /// Returns the implementation that the environment variable `MOH_BF16` names. If the variable is not set, or if
+    /// the processor lacks the named implementation, returns the processor's default.
     ///
     /// # Errors
-    /// Fails if the variable has another value than `avx512` and `f32`.
+    /// Fails if the variable is neither `avx512` nor `f32`.
     pub fn from_environment() -> Result<Self> {
         match std::env::var_os(Self::VARIABLE).filter(|name| !name.is_empty()) {
             None => Ok(Self::of_processor()),
@@ -61,7 +61,7 @@ impl Bf16Path {
 }
 
 impl Cpu {
-    /// Returns the CPU, if the environment's settings for it can be followed.
+    /// Returns the CPU; fails if the environment's settings for it are invalid.
     pub fn open() -> Result<Self> {
         Bf16Path::from_environment().map(|_| Cpu)
     }
@@ -76,8 +76,8 @@ impl fmt::Display for Bf16Path {
     }
 }
 
-/// Returns whether `vdpbf16ps` multiplies more terms in the same time than the f32 instruction does. On
-/// Intel's processors it has half of its rate: packing pairs is not repaid.
+/// Returns whether `vdpbf16ps` multiplies more terms in the same time than the f32 instruction. On
+/// Intel's processors its rate is half as high, and packing pairs does not pay off.
 #[cfg(target_arch = "x86_64")]
 fn has_full_rate() -> bool {
     let leaf = std::arch::x86_64::__cpuid(0);

@@ -35,7 +35,7 @@ enum Path {
     Avx512,
 }
 
-/// Returns the elements between -1 and 1 that bf16 represents.
+/// Returns elements between -1 and 1 that bf16 represents.
 pub(super) fn elements<T: Element>(len: usize, seed: u32) -> Vec<T> {
     let mut state = seed ^ 0x9e37_79b9;
     let mut next = || {
@@ -45,7 +45,7 @@ pub(super) fn elements<T: Element>(len: usize, seed: u32) -> Vec<T> {
     (0..len).map(|_| T::from_f32(next().to_f32())).collect()
 }
 
-/// Returns a row-major view, or the transpose of one, of this shape.
+/// Returns a row-major view of this shape, or the transpose of a row-major view.
 pub(super) fn view<T>(
     data: &[T],
     rows: usize,
@@ -65,7 +65,7 @@ fn at<T: Element>(matrix: &Matrix<'_, T>, row: usize, column: usize) -> f64 {
     f64::from(element.to_f32())
 }
 
-/// A matmul by a right matrix that is packed before.
+/// Multiplies by a right matrix that is packed before.
 fn by_packed<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
     left: Matrix<'_, A>,
@@ -127,7 +127,7 @@ fn agrees<O: Element, A: Element, B: Element>(case: Case, path: Path) {
     assert!(relative <= bound, "{path:?} {case:?}: relative error {relative:e} above {bound:e}");
 }
 
-/// Every combination of types on every implementation that supports it.
+/// Compares every combination of types on every implementation that supports it.
 fn all_agree(case: Case) {
     let mut paths = vec![Path::Serial, Path::Parallel];
     if case.right_transposed && !case.left_transposed {
@@ -178,7 +178,7 @@ fn matmuls_of_several_blocks_agree() {
     }
 }
 
-/// The bits of a matmul on thread pools of several sizes.
+/// Compares the bits of a matmul on thread pools of several sizes.
 fn same_bits<A: Element>([m, n, k]: [usize; 3], transposed: [bool; 2]) {
     let (left, right) = (elements::<A>(m * k, 1), elements::<A>(k * n, 2));
     let left = view(&left, m, k, 0, transposed[0]);
@@ -203,7 +203,7 @@ fn threads_do_not_change_a_bit() {
     }
 }
 
-/// Each row of a matmul of independent rows has the bits that it has alone.
+/// Checks that each row of a matmul of independent rows has the same bits as when it is multiplied alone.
 fn rows_are_independent<A: Element>(
     [m, n, k]: [usize; 3],
     name: &str,
@@ -226,7 +226,7 @@ fn rows_are_independent<A: Element>(
     }
 }
 
-/// The two implementations whose rows are independent, and that of a few rows.
+/// Checks the two implementations with independent rows, and the implementation for a few rows.
 fn all_are_independent<A: Element>(shape: [usize; 3]) {
     rows_are_independent::<A>(shape, "rows", |out, left, right| match left.rows <= 4 {
         true => matmul_parallel(out, left, right),
@@ -238,7 +238,7 @@ fn all_are_independent<A: Element>(shape: [usize; 3]) {
     rows_are_independent::<A>(shape, "packed", |out, left, right| {
         by_packed(out, left, right);
     });
-    // The bits are those of a matmul that packs for itself.
+    // The bits are the same as with a matmul that packs for itself.
     let [m, n, k] = shape;
     let (left, right) = (elements::<A>(m * k, 3), elements::<A>(k * n, 4));
     let (left, right) = (view(&left, m, k, 0, false), view(&right, k, n, 0, true));
@@ -274,8 +274,8 @@ fn sums_without_terms_are_the_addend() {
 
 #[test]
 fn bf16_results_are_rounded_once() {
-    // 1 + 4191 / 4096 is just below the midpoint of two bf16 values; rounded after the first
-    // third of the terms too, the sum would reach the midpoint and round up.
+    // 1 + 4191 / 4096 is just below the midpoint of two bf16 values. If the sum were also rounded after the first
+    // third of the terms, it would reach the midpoint and round up.
     let terms = 4192;
     let left = vec![bf16::ONE; terms];
     let mut right = vec![bf16::from_f32(1.0 / 4096.0); terms];

@@ -8,7 +8,7 @@ use crate::simd::vectorized;
 
 pub(super) const SQUARE: usize = 16;
 
-/// Writes a matrix that is contiguous along its columns in row-major order, rows `stride` elements
+/// Writes a matrix that is contiguous along its columns in row-major order, with rows `stride` elements
 /// apart.
 pub(crate) fn to_row_major(matrix: Matrix<'_, f32>, out: &mut [f32], stride: usize) {
     assert!(matrix.row_stride == 1 && stride >= matrix.columns);

@@ -10,14 +10,14 @@ pub struct ResidentMemory {
 }
 
 impl ResidentMemory {
-    /// Reads it from `/proc/self/status`; `None` where the system has no such file.
+    /// Reads the resident memory from `/proc/self/status`; `None` if the system has no such file.
     pub fn read() -> Option<Self> {
         let status = std::fs::read_to_string("/proc/self/status").ok()?;
         Some(ResidentMemory { now: bytes(&status, "VmRSS:")?, peak: bytes(&status, "VmHWM:")? })
     }
 }
 
-/// Available memory of this machine in bytes; `None` where the system does not report it.
+/// Returns the available memory of this machine in bytes; `None` if the system does not report it.
 pub fn available_memory() -> Option<u64> {
     bytes(&std::fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")
 }

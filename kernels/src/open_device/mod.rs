@@ -1,4 +1,4 @@
-//! From the settings of a recipe or a command line to type parameters: this module alone opens the
+//! From the settings of a recipe or a command line to type parameters: only this module opens the
 //! device and dispatches on element types. Work is a struct with a generic method, because a
 //! closure cannot be generic. [`ResidentMemory`] is the memory of a device without its own.
 

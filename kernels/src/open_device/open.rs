@@ -1,4 +1,4 @@
-//! Opening a device, and from a recipe's element types to type parameters.
+//! Opens a device, and converts a recipe's element types to type parameters.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -11,7 +11,7 @@ use crate::{Backend, Cpu, Element, ElementType};
 /// A device that cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The device is missing or unsuitable, or a setting of the environment cannot be followed.
+    /// The device is missing or unsuitable, or a setting in the environment is invalid.
     #[error(transparent)]
     Device(#[from] crate::Error),
     /// This build has no support for the device.
@@ -52,8 +52,8 @@ impl OpenDevice {
     /// Opens a device; with `deterministic` a GPU's results are bitwise reproducible.
     ///
     /// # Errors
-    /// Fails if this build or this machine lacks the device, or if a setting of
-    /// it in the environment is invalid.
+    /// Fails if this build or this machine lacks the device, or if one of the device's settings in
+    /// the environment is invalid.
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only GPUs use it"))]
     pub fn open(name: DeviceName, deterministic: bool) -> Result<Self, Error> {
         match name {
@@ -68,7 +68,8 @@ impl OpenDevice {
         }
     }
 
-    /// Makes a GPU's results for a sequence bitwise independent of the other sequences in a pass. A CPU's always are.
+    /// Makes a GPU's results for a sequence bitwise independent of the other sequences in a pass. A CPU's results
+    /// always are.
     #[must_use]
     pub fn with_batch_invariance(self) -> Self {
         match self {

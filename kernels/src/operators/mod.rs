@@ -1,5 +1,5 @@
-//! The operators, one folder each: the formula, the trait and the arguments in `mod.rs`, and an implementation for each
-//! device. `kernels.cu` is their CUDA code as one unit.
+//! The operators, one folder each: the formula, the trait and the arguments in `mod.rs`, and an implementation for
+//! each device. `kernels.cu` includes all of their CUDA code as one unit.
 
 pub mod adamw;
 pub mod add;

@@ -1,5 +1,5 @@
-//! The work of this process's GPUs over time: every kernel, copy and fill with its start and end, as
-//! NVIDIA's CUPTI records it (the CUPTI library of the CUDA toolkit, or pip's `nvidia-cuda-cupti`).
+//! The work of this process's GPUs over time: every kernel, copy and fill with its start and end, recorded
+//! by NVIDIA's CUPTI (the CUPTI library of the CUDA toolkit, or pip's `nvidia-cuda-cupti`).
 
 #[cfg(feature = "cuda")]
 mod recording;
@@ -12,11 +12,11 @@ pub use recording::Recording;
 pub struct Activity {
     /// The kernel's name, or the kind of the copy.
     pub name: String,
-    /// The number of its stream.
+    /// The number of the activity's stream.
     pub stream: u32,
     /// Nanoseconds since a fixed time.
     pub start: u64,
-    /// As `start`.
+    /// Nanoseconds since the same time as `start`.
     pub end: u64,
 }
 
@@ -26,13 +26,13 @@ pub enum Recording {}
 
 #[cfg(not(feature = "cuda"))]
 impl Recording {
-    /// Refuses to start.
+    /// Returns an error.
     pub fn start() -> crate::Result<Self> {
         let reason = "this program was built without CUDA: build it with --features cuda";
         Err(crate::Error::device("CUPTI", "loading CUPTI", reason))
     }
 
-    /// There is no recording to end.
+    /// Returns an error: no recording exists.
     pub fn finish(self) -> crate::Result<Vec<Activity>> {
         match self {}
     }

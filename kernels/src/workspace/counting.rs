@@ -1,4 +1,4 @@
-//! Scratch that is counted, as the counted device would reserve it.
+//! Scratch that is counted, with the size that the counted device would reserve.
 
 use super::{WorkingSet, Workspace, cpu, gpu};
 use crate::cross_entropy::{self, HeadShape};

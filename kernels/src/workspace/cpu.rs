@@ -28,7 +28,7 @@ impl Workspace for Cpu {
         cross_entropy::cpu::sums(shape, ranks)
     }
 
-    /// On the CPU, each of rayon's threads has its own scratch.
+    /// Reserves scratch. On the CPU, each of rayon's threads has its own scratch.
     fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()> {
         let bytes = thread_scratch_bytes::<T>(passes);
         rayon::broadcast(|_| scratch::reserve(bytes));

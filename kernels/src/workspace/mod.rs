@@ -1,5 +1,6 @@
-//! Memory that operators need beside their arguments, so that it is allocated with the buffers and never during a step.
-//! Each device adds up what the operators ask for.
+//! Memory that operators need in addition to their arguments. It is allocated with the buffers and never during a
+//! step.
+//! Each device computes the total of its operators' needs.
 
 mod counting;
 mod cpu;
@@ -20,7 +21,7 @@ pub struct WorkingSet {
     pub routed: bool,
     /// Whether queries and keys are normed.
     pub qk_norm: bool,
-    /// Whether there are backward passes and updates.
+    /// Whether the passes include backward passes and updates.
     pub training: bool,
     /// Width of the residual stream, C.
     pub width: usize,
@@ -30,17 +31,17 @@ pub struct WorkingSet {
     pub tensors: usize,
 }
 
-/// The amount of scratch that operators need.
+/// The scratch that operators need.
 pub trait Workspace: Memory {
-    /// Length of the scratch buffer of [`crate::cross_entropy::CrossEntropy::cross_entropy`].
+    /// Returns the length of the scratch buffer of [`crate::cross_entropy::CrossEntropy::cross_entropy`].
     fn cross_entropy_scratch(&self, shape: &HeadShape) -> usize;
 
-    /// Length of the sums of [`crate::cross_entropy::HeadRanks`] if `ranks` ranks share the rows of
+    /// Returns the length of the sums of [`crate::cross_entropy::HeadRanks`] if `ranks` ranks share the rows of
     /// the head.
     fn cross_entropy_sums(&self, shape: &HeadShape, ranks: usize) -> usize;
 
     /// Allocates the scratch memory of operators in these passes, with elements of type `T`, so
-    /// that none is allocated or freed while they run. Without this call they allocate on first
+    /// that no scratch is allocated or freed while they run. Without this call operators allocate on first
     /// use.
     fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()>;
 }

@@ -16,7 +16,7 @@ fn differences(after: &[f64], before: &[f64]) -> Vec<f64> {
     after.iter().zip(before).map(|(a, b)| a - b).collect()
 }
 
-/// Returns the values that an update reads: the weights plus the remainders of their rounding, if there are
+/// Returns the exact values that an update reads: the weights plus the remainders of their rounding, if
 /// any.
 fn exact<B: Backend, T: Element>(
     device: &B,
@@ -32,7 +32,7 @@ fn exact<B: Backend, T: Element>(
     weights.iter().zip(remainder).map(|(weight, left)| join(bits(weight), left)).collect()
 }
 
-/// With a remainder the weights are bf16.
+/// Compares updates with the reference. With a remainder the weights are bf16.
 fn agrees<B: Backend, T: Element, G: Element, M: Element>(device: &B, len: usize, joined: bool) {
     let mut random = Random(len as u64);
     let mut weights = upload(device, &random.elements::<T>(len));
@@ -110,7 +110,7 @@ fn weights_in_f32_have_no_remainder() {
     on_each_device!(device => check(device));
 }
 
-/// Ranges with any start, like ranges of parameters; and weights whose state is a shard.
+/// Ranges with any start, like ranges of parameters; and weights with a sharded state.
 #[test]
 fn parts_that_no_pack_begins_at_are_updated_alone() {
     fn check<B: Backend>(device: &B, state: std::ops::Range<usize>) {
@@ -174,7 +174,7 @@ fn the_squared_norm_accumulates() {
 }
 
 /// More segments than fit one launch, some of them empty, at different offsets from 16 bytes; and
-/// no segments.
+/// no segments at all.
 #[test]
 fn many_segments_have_the_squared_norm_of_all_their_elements() {
     fn check<B: Backend, G: Element>(device: &B, count: usize) {
@@ -199,7 +199,7 @@ fn many_segments_have_the_squared_norm_of_all_their_elements() {
     }
 }
 
-/// The segments of LLaMA-3-8B, 291 tensors, in a launch for each 128 and one for the sum; clipping is
+/// The segments of LLaMA-3-8B, 291 tensors: a launch for every 128 segments and a launch for the sum. Clipping is
 /// part of the update.
 #[cfg(feature = "cuda-emulator")]
 #[test]

@@ -1,5 +1,5 @@
 //! Attention against its reference: dense, routed, weighted, over documents, with a cache and by
-//! block table; forward, all gradients, and the whole of a Mixture-of-Head attention.
+//! block table; forward, all gradients, and a complete Mixture-of-Head attention.
 
 use crate::reference::attention::{Case, Inputs, agrees, cached, documents, run};
 use crate::reference::operators::{self, Packed};
@@ -15,7 +15,7 @@ use moh_kernels::attention::{
 use moh_kernels::{Backend, Cpu, Element, QkvShape};
 use proptest::prelude::*;
 
-/// Rows in several tiles of 64, none of them full.
+/// Rows in several tiles of 64, all of them partial.
 const SHAPE: QkvShape = QkvShape { batch: 2, length: 45, heads: 12, kv_heads: 3, head_dim: 16 };
 
 #[test]
@@ -73,7 +73,7 @@ fn a_whole_moh_attention_agrees_with_the_straight_through_gradient() {
     }
 }
 
-/// Attention computes shared heads for every token, wherever they are.
+/// Attention computes shared heads for every token, at any place.
 #[test]
 fn attention_of_any_set_of_shared_heads_agrees() {
     for (set, top_k) in [(&[0, 1, 4, 11][..], 3), (&[11], 2), (&[1, 3, 5, 7, 9, 11], 0)] {
@@ -110,7 +110,7 @@ fn backward_agrees_with_central_differences() {
     });
 }
 
-/// New queries against cached keys and values: the reference, and block table = contiguous.
+/// Compares new queries against cached keys and values with the reference, and the block table with contiguous keys.
 fn cached_agrees<B: Backend, T: Element>(
     device: &B,
     shape: &AttentionShape,
@@ -224,7 +224,7 @@ fn document_bounds_that_hide_every_key_or_decrease_are_refused() {
     assert!(forward(&[0, 0, u32::MAX]).is_err());
 }
 
-/// Random shapes: one token, one head, one key/value head, any even head_dim, partial tiles.
+/// Returns random shapes: one token, one head, one key/value head, any even head_dim, partial tiles.
 fn shapes() -> impl Strategy<Value = QkvShape> {
     let length = prop_oneof![Just(1usize), 2usize..12, 12usize..80];
     let half = prop_oneof![Just(1usize), 1usize..=128, Just(128usize)];

@@ -1,5 +1,5 @@
-//! Attention of sequences of different lengths against its reference, and that no sequence depends on the
-//! others, nor on how its prompt is divided.
+//! Attention of sequences of different lengths against its reference. No sequence depends on the
+//! other sequences, nor on the division of its prompt.
 
 use crate::reference::operators::{self, SCORE_FACTOR};
 use crate::reference::{
@@ -11,7 +11,7 @@ use moh_kernels::attention::{Attention, Selection, SequenceAttention, Span};
 use moh_kernels::{Backend, Cpu, Element, QkvShape};
 use proptest::prelude::*;
 
-/// New tokens of a sequence after `position` others.
+/// New tokens of a sequence after its first `position` tokens.
 #[derive(Debug, Clone, Copy)]
 struct New {
     position: usize,
@@ -19,7 +19,7 @@ struct New {
     is_prompt: bool,
 }
 
-/// Heads, the heads that are shared, and the blocks of the pool.
+/// Heads, shared heads, and the blocks of the pool.
 #[derive(Debug, Clone, Copy)]
 struct Setting {
     heads: usize,
@@ -63,7 +63,7 @@ impl<T: Element> Sequence<T> {
 /// Outputs and logarithms of sums.
 type Results<T> = (Vec<T>, Vec<f32>);
 
-/// Returns the attention of new tokens of some sequences in one pass, those of each.
+/// Computes the attention of new tokens of some sequences in one pass; returns the results of each sequence.
 fn run<B: Backend, T: Element>(
     device: &B,
     setting: &Setting,
@@ -74,7 +74,7 @@ fn run<B: Backend, T: Element>(
     let width = kv_heads * head_dim;
     let blocks = |new: &New| (new.position + new.tokens).div_ceil(block_length);
     let count: usize = sequences.iter().map(|(_, new)| blocks(new)).sum();
-    // Blocks in a shuffled order, with one that no sequence has.
+    // Blocks in a shuffled order, with one block that belongs to no sequence.
     let table: Vec<u32> = Random(seed).permutation(count + 1)[1..].to_vec();
     let mut pool =
         [(); 2].map(|()| vec![T::from_f32(f32::NAN); (count + 1) * block_length * width]);
@@ -190,7 +190,7 @@ fn prompts_and_generated_tokens_of_a_pass_agree() {
     }
 }
 
-/// Long sequences, which a GPU divides, and groups of more heads than it computes together.
+/// Long sequences, which a GPU divides, and groups with more heads than a GPU computes together.
 #[test]
 fn long_sequences_agree() {
     let positions = [1500, 511, 512, 1023, 0].map(generated);
@@ -203,7 +203,7 @@ fn long_sequences_agree() {
     }
 }
 
-/// The results of a generated token have the same bits alone and among others.
+/// The results of a generated token have the same bits alone and among other tokens.
 #[test]
 fn a_generated_token_does_not_depend_on_its_neighbours() {
     let sequences: Vec<Sequence<f32>> =
@@ -216,8 +216,8 @@ fn a_generated_token_does_not_depend_on_its_neighbours() {
     });
 }
 
-/// On a CPU a token's results have the same bits whatever else the pass computes, and however the prompt is
-/// divided.
+/// Checks that on a CPU a token's results have the same bits for any other tokens in the pass, and for any division of
+/// the prompt.
 fn is_independent<T: Element>(setting: &Setting) {
     const LENGTH: usize = 150;
     let sequence = Sequence::<T>::new(setting, LENGTH, 1);

@@ -1,5 +1,5 @@
 //! Every path of attention on a GPU against the reference, on problems that it supports, and the
-//! choice of the next path for the others.
+//! choice of the next path for other problems.
 
 #![cfg(any(feature = "cuda", feature = "cuda-emulator"))]
 
@@ -28,11 +28,11 @@ fn each_agrees(case: &Case, seed: u64) {
     each_agrees_on(case, &Inputs::new(case, seed));
 }
 
-/// Like [`each_agrees`], with the caller's inputs.
+/// Compares like [`each_agrees`], with the caller's inputs.
 fn each_agrees_on(case: &Case, inputs: &Inputs<bf16>) {
     for device in devices() {
         for path in ALL.into_iter().filter(|&path| device.has_attention(path)) {
-            // Only one path is different without a fixed order of sums.
+            // Only the Hopper path is different without a fixed order of sums.
             let orders = if path == AttentionPath::Hopper { &[true, false][..] } else { &[true] };
             for &deterministic in orders {
                 let device = device.clone().with_attention(path).with_deterministic(deterministic);
@@ -70,7 +70,7 @@ fn threads_in_any_order_have_the_same_bits() {
     }
 }
 
-/// Several tiles of rows and of keys, the last of them partial.
+/// Returns a shape with several tiles of rows and of keys, the last tiles partial.
 fn shape(batch: usize, head_dim: usize) -> QkvShape {
     QkvShape { batch, length: 150, heads: 4, kv_heads: 2, head_dim }
 }
@@ -100,15 +100,15 @@ fn every_path_of_a_whole_moh_attention_agrees() {
     each_agrees(&Case { whole: true, ..Case::routed(shape, 1, 2) }, 13);
 }
 
-/// Key/value heads that no token selected have gradients of zero.
+/// The gradients of key/value heads that no token selected are zero.
 #[test]
 fn every_path_leaves_heads_without_rows_alone() {
     let shape = QkvShape { batch: 2, length: 40, heads: 2, kv_heads: 2, head_dim: 64 };
     each_agrees(&Case::routed(shape, 0, 0), 14);
 }
 
-/// The last tokens select no query head of the second key/value head: none of its rows, whose
-/// number is not a multiple of a tile's, sees its last keys.
+/// The last tokens select no query head of the second key/value head. Therefore its rows do not see
+/// its last keys, and their number is not a multiple of a tile's.
 #[test]
 fn every_path_of_keys_that_no_row_of_their_head_sees_agrees() {
     for head_dim in [64, 128] {

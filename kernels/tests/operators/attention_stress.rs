@@ -1,5 +1,5 @@
 //! Repeated runs of Hopper's attention at the size of LLaMA-3-8B against the path for any GPU. With
-//! small shapes a block has at most one tile of rows, and races do not show.
+//! small shapes a block has at most one tile of rows, and races do not appear.
 
 #![cfg(feature = "cuda")]
 
@@ -31,7 +31,7 @@ fn half_of_the_heads() {
 }
 
 /// The last third of the tokens selects only the heads of two key/value heads; earlier tokens also
-/// select heads of others.
+/// select heads of other key/value heads.
 #[test]
 fn skewed_routing() {
     stress(&Case::routed(SHAPE, 16, 8), |token, row| {
@@ -48,7 +48,7 @@ fn within_documents() {
     stress(&Case { document_start, ..Case::routed(SHAPE, 16, 8) }, |_, _| ());
 }
 
-/// Several sequences, more than in one launch of the backward pass.
+/// Several sequences, more than fit one launch of the backward pass.
 #[test]
 fn several_sequences() {
     let shape = QkvShape { batch: 5, length: 2048, ..SHAPE };
@@ -60,7 +60,7 @@ fn heads_of_64() {
     stress(&Case::routed(QkvShape { head_dim: 64, ..SHAPE }, 16, 8), |_, _| ());
 }
 
-/// Compares the paths on random elements, whose rows `change` may alter.
+/// Compares the paths on random elements; `change` may alter each row.
 fn stress(case: &Case, change: impl Fn(usize, &mut [bf16])) {
     let Some(gpu) = gpu().filter(|gpu| gpu.has_attention(AttentionPath::Hopper)) else {
         return println!("skipped: no Hopper GPU");
@@ -95,7 +95,7 @@ fn pass(prepared: &mut Prepared<'_, Cuda, bf16>) -> Results<bf16> {
     prepared.results()
 }
 
-/// Both paths round their results; other tests compare each with the reference.
+/// Compares two paths. Both round their results. Other tests compare each path with the reference.
 fn agree(case: &Case, actual: &Results<bf16>, expected: &Results<bf16>) {
     let stored = 2.0 * BF16_TOLERANCE;
     assert_close("out", &actual.out, &wide(&expected.out), stored);

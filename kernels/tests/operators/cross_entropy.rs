@@ -1,6 +1,6 @@
-//! The fused output head and cross-entropy against its reference, and the distillation loss beside it: losses and both
-//! gradients, with ignored targets, over several blocks of the vocabulary and chunks of tokens, and a vocabulary that
-//! has grown.
+//! The fused output head and cross-entropy, and the distillation loss, against their reference: losses and both
+//! gradients. The cases have ignored targets, several blocks of the vocabulary, several chunks of tokens, and a
+//! vocabulary that has grown.
 
 use crate::reference::{
     F32_TOLERANCE, Random, added, assert_close, assert_sums_close, cases, download, flat, garbage,
@@ -18,15 +18,15 @@ use proptest::prelude::*;
 const SCALE: f32 = 0.25;
 const TEACHER_SCALE: f32 = 0.75;
 
-/// Relative error of gradients where a device rounds the logits of both heads to bf16, 2^-9 of logits of some units:
-/// the gradient is the difference of three softmaxes of such logits.
+/// Relative error of gradients if a device rounds the logits of both heads to bf16: 2^-9 of logits of some units.
+/// The gradient is the difference of three softmaxes of such logits.
 const BF16_LOGITS: f64 = 1e-2;
 
-/// Relative error of the cross-entropy there: 2^-9 of a target's logit of up to four, of a loss of eight nats; a
-/// divergence has the logits of two heads.
+/// Relative error of the cross-entropy in that case: 2^-9 of a target's logit of up to four, of a loss of eight nats.
+/// A divergence has the logits of two heads.
 const BF16_LOSS: f64 = 1e-3;
 
-/// A teacher's head: its width, the rows that are compared, and the temperature.
+/// A teacher's head: its width, the number of compared rows, and the temperature.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Teacher {
     pub width: usize,
@@ -34,7 +34,7 @@ pub(crate) struct Teacher {
     pub temperature: f32,
 }
 
-/// An output head with what it reads.
+/// An output head with its inputs.
 pub(crate) struct Head<T> {
     shape: HeadShape,
     x: Vec<T>,
@@ -45,11 +45,11 @@ pub(crate) struct Head<T> {
     teachers_weight: Vec<T>,
     /// Factors of the gradients of both losses.
     scales: [f32; 2],
-    /// What is added to, which is subtracted from the losses again.
+    /// Initial values of the sums of losses, which are subtracted from the results.
     before: [f64; 2],
 }
 
-/// A rank, the number of ranks, and their sum.
+/// A rank, the number of ranks, and the sum over the ranks.
 pub(crate) type Divided<'a, B> = (usize, usize, AllReduce<'a, B>);
 
 /// The losses, and the gradients of x and of the weight.
@@ -92,7 +92,7 @@ impl<T: Element> Head<T> {
         VocabularyRows::of_rank(self.shape.vocab_size, rank, ranks)
     }
 
-    /// Returns the losses, and the gradients if there is one of the weight's to add to, or to overwrite.
+    /// Returns the losses. With a weight gradient to add to or to overwrite, also returns the gradients.
     pub fn run<B: Backend, G: Element>(
         &self,
         device: &B,
@@ -174,10 +174,10 @@ fn agrees<B: Backend, T: Element, G: Element>(
     let scaled = |loss: &candle_core::Tensor, scale: f32| (loss * f64::from(scale)).unwrap();
     let mut total = scaled(&cross_entropy, SCALE);
     // A device may round the logits to the type of x; most of the errors cancel in the sum over
-    // tokens. A divergence is a sum of positive and negative terms of order 1, a cross-entropy is not.
+    // tokens. A divergence sums positive and negative terms of order 1. A cross-entropy does not.
     let is_bf16 = T::DTYPE == DType::BF16;
     let mut expected = vec![("cross-entropy", cross_entropy, 0.0, 1e-4)];
-    // A machine that multiplies bf16 rounds the logits' gradients to the type of x, once.
+    // A machine that multiplies bf16 also rounds the logits' gradients to the type of x once.
     let mut gradient_tolerance = tolerance::<T>();
     if let Some(Teacher { width, rows, temperature }) = teacher {
         let teachers_x = tensor(&head.teachers_x, (tokens, width));
@@ -231,7 +231,7 @@ fn rows_that_a_block_reads_in_several_rounds_agree() {
 
 #[test]
 fn distributions_over_a_part_of_the_rows_agree() {
-    // Blocks of 1024 rows: none, a part, and all of the last one are compared.
+    // Blocks of 1024 rows: no row, a part, or all rows of the last block are compared.
     for (vocab_size, rows) in [(2600, 2048), (2603, 2100), (2600, 7), (2603, 2603), (1030, 1)] {
         let shape = HeadShape::whole(5, 8, vocab_size);
         let teacher = Some(Teacher { width: 11, rows, temperature: 2.0 });
@@ -239,7 +239,7 @@ fn distributions_over_a_part_of_the_rows_agree() {
     }
 }
 
-/// Returns a head of this weight without a teacher, whose inputs are ones.
+/// Returns a head with this weight and inputs of ones, without a teacher.
 fn of_ones(tokens: usize, width: usize, weight: Vec<f32>) -> Head<f32> {
     Head {
         shape: HeadShape::whole(tokens, width, weight.len() / width),
@@ -270,8 +270,8 @@ fn a_vocabulary_that_fills_the_scratch_makes_chunks_of_fewer_tokens() {
 fn a_head_that_caches_hold_has_smaller_chunks() {
     let tokens_at_once = |width, vocab_size| {
         let shape = HeadShape::whole(1000, width, vocab_size);
-        // Of a token: logits, the gradient of its input, and three numbers for the first 1024 logits,
-        // two for the next ones.
+        // For each token: logits, the gradient of its input, three numbers for the first 1024 logits, and
+        // two for each following 1024.
         let of_a_token = vocab_size + width + 2 * vocab_size.div_ceil(1024) + 1;
         assert_eq!(Cpu.cross_entropy_scratch(&shape) % of_a_token, 0);
         Cpu.cross_entropy_scratch(&shape) / of_a_token
@@ -298,7 +298,7 @@ fn a_target_without_a_row_is_refused() {
     assert_eq!(refused, "token id 5 is outside the vocabulary of 5");
 }
 
-/// Returns a head of one token and width 1, with a teacher, whose loss alone has a gradient.
+/// Returns a head of one token and width 1, with a teacher. Only the teacher's loss has a gradient.
 fn with_teacher(weight: &[f32], teachers: &[f32], temperature: f32) -> Head<f32> {
     let head = of_ones(1, 1, weight.to_vec());
     Head {
@@ -326,12 +326,12 @@ fn a_student_that_is_its_teacher_has_no_loss_and_no_gradient() {
 
 #[test]
 fn logits_far_apart_have_the_loss_of_their_differences() {
-    // Logits that differ by a constant are the same distribution: the loss is what rounding leaves of it.
+    // Logits that differ by a constant are the same distribution: the loss is only the rounding error.
     let weight: Vec<f32> = (0..1500).map(|row| (row % 97) as f32 / 8.0).collect();
     let moved: Vec<f32> = weight.iter().map(|logit| logit + 512.0).collect();
     let (loss, _) = losses(&with_teacher(&weight, &moved, 1.0));
     assert!(loss[1].abs() < 1e-6, "{loss:?}");
-    // The teacher is certain of a token that the student gives exp(-40): its loss is 40.
+    // The teacher is certain of a token with probability exp(-40) in the student's distribution: its loss is 40.
     let (loss, _) = losses(&with_teacher(&[0.0, 40.0], &[60.0, 0.0], 1.0));
     assert!((loss[1] - 40.0).abs() < 1e-5, "{loss:?}");
 }

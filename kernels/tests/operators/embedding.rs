@@ -10,7 +10,8 @@ use moh_kernels::embedding::{Embedding, EmbeddingBackward, EmbeddingForward};
 use moh_kernels::ranks::VocabularyRows;
 use moh_kernels::{Backend, Cpu, Element};
 
-/// Returns the rows of some ids in a part of a table, and the gradient of that part added to the same part of `before`.
+/// Returns the rows of some ids in a part of a table, and `before` with the gradient of that part added to the same
+/// part.
 pub(crate) fn run<B: Backend, T: Element, G: Element>(
     device: &B,
     rows: VocabularyRows,

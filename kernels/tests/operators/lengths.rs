@@ -1,5 +1,5 @@
-//! Every operator refuses buffers whose lengths do not fit its shape, with an error and without a
-//! panic; and accepts those that do.
+//! Every operator rejects buffers of lengths that do not fit its shape, with an error and without a
+//! panic, and accepts buffers of valid lengths.
 
 mod operators;
 
@@ -72,7 +72,7 @@ fn a_routing_of_other_heads_is_refused() {
     }
 }
 
-/// The error of a routing of [`SHAPE`] with `heads` heads.
+/// Checks the error of a routing of [`SHAPE`] with `heads` heads.
 fn refuses_heads<B: Backend>(device: &B, heads: usize) {
     let shape = &QkvShape { heads, ..SHAPE };
     let len = TOKENS * shape.row();
@@ -209,7 +209,7 @@ proptest! {
                 let at = at.index(lengths.len());
                 lengths[at] = *len;
             }
-            // Several changed lengths may fit each other; the test is that the call returns.
+            // Several changed lengths may fit each other. The test only checks that the call returns.
             let _ = call(device, operator, &lengths);
         });
     }

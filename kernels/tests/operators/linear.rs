@@ -90,11 +90,11 @@ fn the_gradient_of_no_token_is_zeros() {
     on_each_device!(device, T => check::<_, T>(device));
 }
 
-/// A step's first gradients overwrite the previous ones, and the weights' bits depend on them.
+/// A step's first gradients overwrite the previous gradients. The weights' bits depend on them.
 #[test]
 fn overwriting_is_adding_to_zeros() {
     fn check<B: Backend, T: Element, G: Element>(device: &B) {
-        // More terms than a block of a matmul has.
+        // More terms than a block of a matmul.
         let [tokens, inputs, outputs] = [4100, 33, 40];
         let mut random = Random(5);
         let x = upload(device, &random.elements::<T>(tokens * inputs));
@@ -115,7 +115,7 @@ fn overwriting_is_adding_to_zeros() {
     on_each_device!(device => check::<_, bf16, bf16>(device));
 }
 
-/// Unless it must be deterministic, a GPU times several algorithms for matmuls of this size when
+/// Unless a GPU must be deterministic, it times several algorithms for matmuls of this size when
 /// their shape first occurs, on the buffers of the matmul itself.
 #[cfg(feature = "cuda")]
 #[test]
@@ -128,7 +128,7 @@ fn the_fastest_algorithms_of_a_gpu_agree() {
     }
 }
 
-/// A row of a batch-invariant GPU's matmul does not depend on how many others there are.
+/// A row of a batch-invariant GPU's matmul does not depend on the number of other rows.
 #[cfg(feature = "cuda")]
 #[test]
 fn a_row_has_the_same_bits_among_any_number_of_rows() {

@@ -19,7 +19,7 @@ use proptest::prelude::*;
 /// Weight of the balance loss in the total, exact in f32.
 const BALANCE: f32 = 0.5;
 
-/// A micro-batch of a layer whose heads are all local, or those of one rank.
+/// A micro-batch of a layer. All of its heads are local, or only the heads of one rank.
 #[derive(Clone, Copy)]
 struct Case<'a, T> {
     heads: Heads,
@@ -46,7 +46,7 @@ fn router(shared: &[usize], top_k: usize, weights: HeadWeights) -> LogitRouter {
 }
 
 fn routing<B: Backend, T>(device: &B, case: &Case<'_, T>) -> Routing<B> {
-    // With room for one token more than the case has.
+    // The shape has room for one token more than the case.
     let shape = case.router.routing_shape(case.tokens + 1, case.heads).unwrap();
     Routing::new(device, shape).unwrap()
 }
@@ -103,7 +103,7 @@ fn route<B: Backend, T: Element>(
     }
 }
 
-/// Results of the reference: selection, gates and weights of each head, the balance loss, and the
+/// Returns the results of the reference: selection, gates and weights of each head, the balance loss, and the
 /// total loss.
 fn reference(
     logits: &Tensor,
@@ -154,7 +154,7 @@ fn agrees<B: Backend, T: Element>(
     assert_close("d_logits", &found.d_logits, &expected, tolerance::<T>());
 }
 
-/// Sets of shared heads and numbers of selected ones of twelve heads.
+/// Sets of shared heads and numbers of selected heads, for twelve heads.
 const SETS: [(&[usize], usize); 6] = [
     (&[0, 1, 2, 3], 5),
     (&[], 3),
@@ -196,8 +196,8 @@ fn gradients_agree_with_central_differences() {
         let (mut random, width) = (Random(8), router.logits(heads));
         let logits: Vec<f32> = random.elements(tokens * width);
         let delta: Vec<f32> = random.elements(tokens * heads);
-        // The gradient treats the selection as a constant: the selection before the nudge. The value
-        // of a straight-through weight does not change, so its gradient is that of the gates.
+        // The gradient treats the selection, computed before the nudge, as a constant. The value
+        // of a straight-through weight does not change, so its gradient is the gradient of the gates.
         let first = tensor(&logits, (tokens, width));
         let mask = operators::logit_selection(&first, router, heads).unwrap();
         let delta_of = tensor(&delta, (tokens, heads));
@@ -285,7 +285,7 @@ fn ranks_agree<B: Backend + Another, T: Element>(
         table.chunks(all.count).flat_map(|row| local_columns(row, local(rank), 1)).collect()
     };
     let found = on_ranks(device, ranks, |device, rank, all_reduce| {
-        // A rank's product is rounded in its own way for the heads of other ranks.
+        // Each rank rounds its product for the heads of other ranks differently.
         let own = local_columns(&(0..all.count).collect::<Vec<_>>(), local(rank), 1);
         let logits = logits.iter().enumerate().map(|(at, &logit)| {
             let head = at % width;
@@ -376,14 +376,14 @@ fn routers_that_cannot_work_are_refused() {
     assert!(message.contains("divided among 2 ranks"), "{message}");
 }
 
-/// Returns the heads in groups, a router of some of them, and ranks that divide the groups.
+/// Returns the heads in groups, a router of some of the heads, and ranks that divide the groups.
 fn routers() -> impl Strategy<Value = (Heads, LogitRouter)> {
     let sizes = (1usize..4, 1usize..4, 1usize..6, prop::sample::select(&WEIGHTS));
     sizes.prop_flat_map(|(ranks, groups, group_size, weights)| {
         let count = ranks * groups * group_size;
         let marks = prop::collection::vec(any::<bool>(), count);
         (marks, any::<prop::sample::Index>()).prop_map(move |(mut marks, top_k)| {
-            // At least one routed head, of which routers with weights select one or more.
+            // At least one routed head; routers with weights select at least one.
             marks[count - 1] = false;
             let shared: Vec<usize> = (0..count).filter(|&head| marks[head]).collect();
             let routed = count - shared.len();
@@ -419,7 +419,7 @@ proptest! {
             for weights in found.weights.chunks(heads.count) {
                 let positive = weights.iter().filter(|&&weight| weight > 0.0).count();
                 prop_assert_eq!(positive, router.shared.len() + router.top_k);
-                // Of shared heads S a, of selected ones k b, where a + b is 2.
+                // Shared heads sum to S a and selected heads to k b, where a + b is 2.
                 let sum: f64 = wide(weights).iter().sum();
                 let (shared, top_k) = (router.shared.len() as f64, router.top_k as f64);
                 let most = if shared == 0.0 { top_k } else { 2.0 * shared.max(top_k) };

@@ -15,7 +15,7 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: QkvShape, seed:
     agrees_from::<B, T, G>(device, shape, seed, 0);
 }
 
-/// With `first` elements before qkv in its buffer; returns the gradients.
+/// Compares with `first` elements before qkv in its buffer; returns the gradients.
 fn agrees_from<B: Backend, T: Element, G: Element>(
     device: &B,
     shape: QkvShape,
@@ -68,7 +68,7 @@ fn tokens_in_more_parts_than_the_gradient_of_the_weights_is_summed_in_agree() {
     on_each_device!(device => agrees::<_, f32, f32>(device, shape, 2));
 }
 
-/// A GPU reads heads of up to 32 aligned parts of 16 bytes once, and others in another way.
+/// A GPU reads heads of up to 32 aligned parts of 16 bytes once, and other heads in another way.
 #[test]
 fn heads_of_every_kind_agree() {
     let shape = QkvShape { batch: 1, length: 3, heads: 10, kv_heads: 5, head_dim: 128 };

@@ -14,7 +14,7 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, tokens: usize, width: 
     agrees_from::<B, T, G>(device, tokens, width, seed, 0);
 }
 
-/// With `first` elements before x in its buffer; returns the gradients.
+/// Compares with `first` elements before x in its buffer; returns the gradients.
 fn agrees_from<B: Backend, T: Element, G: Element>(
     device: &B,
     tokens: usize,
@@ -51,7 +51,7 @@ fn agrees_from<B: Backend, T: Element, G: Element>(
     assert_close("y", &download::<B, T>(device, &y), &flat(&expected), tolerance::<T>());
     let expected = added(&d_x, &gradient(&gradients, &x));
     let d_x = download::<B, T>(device, &d_x_out);
-    // What was there, and the gradient, are of order 1, and so are the terms of d_weight.
+    // The previous contents and the gradient are of order 1, and so are the terms of d_weight.
     assert_sums_close("d_x", &d_x, &expected, 1.0, tolerance::<T>());
     let expected = added(&d_weight, &gradient(&gradients, &weight));
     let d_weight = download::<B, G>(device, &d_weight_out);
@@ -68,7 +68,7 @@ fn forward_and_gradients_agree_over_more_than_one_task() {
     on_each_device!(device => agrees::<_, bf16, f32>(device, 3, 2304, 1));
 }
 
-/// A GPU's backward pass takes rows of 16-byte parts, as many as a block has threads; all others
+/// A GPU's backward pass reads rows of 16-byte parts once, up to as many parts as a block has threads. All other rows
 /// are read in another way.
 #[test]
 fn rows_of_every_kind_agree() {
@@ -82,7 +82,7 @@ fn rows_of_every_kind_agree() {
 
 #[test]
 fn tokens_in_more_groups_than_a_gpu_sums_agree() {
-    // 515 tokens are two per group of 512, and groups without tokens.
+    // 515 tokens make two tokens per group of 512, and groups without tokens.
     on_each_device!(device => agrees::<_, f32, f32>(device, 515, 12, 3));
     on_each_device!(device => agrees::<_, bf16, bf16>(device, 1030, 16, 3));
     on_each_device!(device => agrees::<_, bf16, f32>(device, 1030, 15, 3));

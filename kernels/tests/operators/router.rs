@@ -1,4 +1,4 @@
-//! The routers by norms of queries against their reference, in one pass with RoPE and apart from it:
+//! The routers by norms of queries against their reference, in one pass with RoPE and in separate passes:
 //! selection, gates, balance loss, and the gradient that they add to the queries, checked by autograd
 //! and by central differences.
 
@@ -55,7 +55,7 @@ impl<T: Element> Inputs<T> {
         }
     }
 
-    /// With the identity rotation.
+    /// Creates inputs with the identity rotation.
     fn unrotated(shape: QkvShape, seed: u64) -> Self {
         let tables = no_rotation(shape.length, shape.head_dim);
         Inputs { tables, ..Self::new(shape, seed) }
@@ -100,7 +100,7 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
         device.rope_forward::<T>(RopeArgs { shape: &inputs.shape, table, qkv }).unwrap();
     }
 
-    /// Returns the gradients of [`Prepared::route`].
+    /// Computes the gradients of [`Prepared::route`].
     fn backward(&mut self, rotates: bool, routing: &Routing<B>) -> Result<()> {
         let &mut Prepared { device, inputs: Inputs { shape, balance, .. }, router, .. } = self;
         let ([cos, sin], d_qkv) = (&self.angles, B::whole_mut(&mut self.d_qkv));
@@ -111,7 +111,7 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
         device.query_norm_backward::<T>(args)
     }
 
-    /// The gradients of [`Prepared::rotate`].
+    /// Computes the gradients of [`Prepared::rotate`].
     fn rotate_back(&mut self) {
         let Prepared { device, inputs, angles: [cos, sin], d_qkv, .. } = self;
         let (table, qkv) = (table(cos, sin), B::whole_mut(d_qkv));
@@ -133,7 +133,7 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
     }
 }
 
-/// Returns a routing with room for one token more than there are.
+/// Returns a routing with room for one token more than the shape has.
 fn routing<M: Memory>(memory: &M, shape: &QkvShape, router: QueryNormRouter) -> Routing<M> {
     let (tokens, heads) = (shape.tokens() + 1, all_heads(shape));
     Routing::new(memory, router.routing_shape(tokens, heads).unwrap()).unwrap()
@@ -161,7 +161,7 @@ fn route_with<B: Backend, T: Element>(
 
 fn agrees<B: Backend, T: Element>(device: &B, shape: QkvShape, router: QueryNormRouter, seed: u64) {
     let mut inputs = Inputs::<T>::new(shape, seed);
-    // The router's gradient alone, or on top of another that arrives.
+    // The router's gradient alone, or added to an incoming gradient.
     if seed.is_multiple_of(2) {
         inputs.d_qkv.fill(T::zeroed());
     }
@@ -211,7 +211,7 @@ fn selection_gates_losses_and_gradients_agree_over_more_than_one_task() {
 }
 
 /// More routed heads than a warp has threads, heads of several parts per thread, and sequences and
-/// micro-batches of an odd number of tokens.
+/// micro-batches with an odd number of tokens.
 #[test]
 fn many_heads_and_wide_heads_agree() {
     let many = QkvShape { batch: 3, length: 5, heads: 80, kv_heads: 8, head_dim: 16 };
@@ -242,7 +242,7 @@ fn backward_agrees_with_central_differences() {
     agrees_with_differences(shape, first_shared(1, 2));
 }
 
-/// The gradient of the queries against differences of the loss.
+/// Compares the gradient of the queries with differences of the loss.
 fn agrees_with_differences(shape: QkvShape, router: QueryNormRouter) {
     const NUDGE: f64 = 1e-5;
     /// The differences' own error: NUDGE^2 and rounding over NUDGE, about 1e-10, below f32's.
@@ -252,7 +252,7 @@ fn agrees_with_differences(shape: QkvShape, router: QueryNormRouter) {
     inputs.d_qkv.fill(0.0);
     let (qkv, delta) = (&inputs.qkv, inputs.delta.as_ref().unwrap());
 
-    // The gradient treats the selection as a constant: the selection before the nudge.
+    // The gradient treats the selection, computed before the nudge, as a constant.
     let packed = Packed::new(&shape);
     let queries = packed.queries(&tensor(qkv, packed.dims())).unwrap();
     let mask = operators::selection(&queries, router, group).unwrap();
@@ -277,7 +277,7 @@ fn agrees_with_differences(shape: QkvShape, router: QueryNormRouter) {
     });
 }
 
-/// Equal norms select the lower heads, and add no gradient.
+/// Checks that equal norms select the lower heads, and add no gradient.
 fn equal_norms_pass_nothing<B: Backend>(
     device: &B,
     shape: QkvShape,
@@ -285,7 +285,7 @@ fn equal_norms_pass_nothing<B: Backend>(
     seed: u64,
 ) {
     let (mut inputs, mut random) = (Inputs::<f32>::unrotated(shape, seed), Random(seed));
-    // Every head of a token has the same elements in another order.
+    // All heads of a token have the same elements, in different orders.
     for row in inputs.qkv.chunks_exact_mut(shape.row()) {
         let first = row[..shape.head_dim].to_vec();
         for head in row[..shape.heads * shape.head_dim].chunks_exact_mut(shape.head_dim) {
@@ -328,7 +328,8 @@ fn a_query_of_norm_zero_gets_no_gradient_of_the_router() {
     assert!(routed.d_qkv.iter().all(|x| x.is_finite()) && routed.d_qkv[2] != 0.0);
 }
 
-/// The router does not fit the heads of a layer, in which there is a routing with room for any.
+/// Checks that a router that does not fit the heads of a layer is rejected, with a routing that has room for any
+/// router.
 fn is_refused(shape: QkvShape, router: QueryNormRouter, expected: &str) {
     let message = router.routing_shape(1, all_heads(&shape)).unwrap_err().to_string();
     assert!(message.contains(expected), "{message}");
@@ -354,7 +355,7 @@ fn all_heads_shared_is_dense() {
     });
 }
 
-/// Separate passes of the router and of RoPE over the queries, against both in one pass.
+/// Compares separate passes of the router and of RoPE over the queries with one combined pass.
 fn apart_is_together<B: Backend, T: Element>(
     device: &B,
     shape: QkvShape,
@@ -378,7 +379,7 @@ fn apart_is_together<B: Backend, T: Element>(
     if device.name() == Cpu.name() {
         assert!(same_bits(&apart.d_qkv, &together.d_qkv), "another gradient");
     }
-    // In one pass a GPU rounds once, and twice in two. Both may be off.
+    // A GPU rounds once in one pass, and twice in two passes. Both results may be off.
     let both = 2.0 * tolerance::<T>();
     assert_close("d_qkv", &apart.d_qkv, &wide(&together.d_qkv), both);
 
@@ -393,7 +394,8 @@ fn same_bits<T: Element>(a: &[T], b: &[T]) -> bool {
     bytemuck::cast_slice::<T, u8>(a) == bytemuck::cast_slice::<T, u8>(b)
 }
 
-/// Random shapes of at least two heads, each with a router of the first heads, of any set of them, or of groups.
+/// Returns random shapes of at least two heads, each with a router of the first heads, of any set of heads, or of
+/// groups.
 fn routers() -> impl Strategy<Value = (QkvShape, QueryNormRouter)> {
     let heads = (1usize..=3, 1usize..=6).prop_filter("two heads to route", |(g, n)| g * n > 1);
     let sets = (1usize..3, 1usize..70, heads, 1usize..=128).prop_flat_map(
@@ -441,7 +443,7 @@ proptest! {
                 prop_assert!((sum - 1.0).abs() < 1e-6, "gates sum to {sum}");
                 prop_assert_eq!(mask.iter().map(|&m| usize::from(m)).sum::<usize>(), router.top_k);
             }
-            // Without delta and balance weight nothing is added.
+            // Without delta and balance weight no gradient is added.
             prop_assert!(actual.d_qkv == inputs.d_qkv);
         });
     }

@@ -8,7 +8,7 @@ use moh_kernels::{Backend, Cpu, Element};
 
 use crate::reference::{Random, cases, upload};
 
-/// What changes nothing, at temperature 1.
+/// Returns a sampling without limits or changes, at temperature 1.
 fn plain(random: f32) -> RowSampling {
     RowSampling { temperature: 1.0, min_p: 0.0, top_k: 0, top_p: 1.0, random, changes: Vec::new() }
 }
@@ -28,7 +28,7 @@ fn sample<B: Backend, T: Element>(
     device.sample(SampleArgs { vocabulary, known, logits: B::whole(&logits), rows }).unwrap()
 }
 
-/// In f64: the logits with their changes over the temperature, and the likeliest tokens first.
+/// Returns, in f64, the logits with their changes over the temperature, and the tokens with the likeliest first.
 fn scaled<T: Element>(
     logits: &[T],
     known: usize,
@@ -50,7 +50,7 @@ fn scaled<T: Element>(
     (logits, order)
 }
 
-/// Fails if no order of rounding chooses this token.
+/// Fails if no order of rounding can choose this token.
 fn assert_possible<T: Element>(logits: &[T], known: usize, sampling: &RowSampling, token: u32) {
     const ROUNDING: f64 = 1e-4;
     let (scaled, order) = scaled(logits, known, sampling);
@@ -63,7 +63,7 @@ fn assert_possible<T: Element>(logits: &[T], known: usize, sampling: &RowSamplin
         let least = sampling.min_p * (1.0 + slack);
         order.iter().take_while(|&&other| weight(other) >= least || sampling.min_p == 0.0).count()
     };
-    // Of both limits, with rounding either way; the likeliest token always stays.
+    // The counts for both limits, with rounding in either direction. The likeliest token is always kept.
     let [fewest, most] = [likely(ROUNDING), likely(-ROUNDING)].map(|count| count.clamp(1, limit));
     assert!(rank < most, "{token} has {} of the likeliest one", weight(token as usize));
     let sums = |count: usize| order[..count].iter().map(|&other| weight(other)).sum::<f64>();
@@ -72,7 +72,7 @@ fn assert_possible<T: Element>(logits: &[T], known: usize, sampling: &RowSamplin
         let enough = sampling.top_p * sums(most) * (1.0 + ROUNDING) + ROUNDING;
         assert!(before <= enough, "{token} follows {before} of {enough}");
     }
-    // By id, the kept tokens before it have at most `random`, and with it at least.
+    // Kept tokens with lower ids add up to at most `random`; with this token they add up to at least `random`.
     if sampling.top_p == 1.0 && fewest == most {
         let kept: std::collections::BTreeSet<usize> = order[..most].iter().copied().collect();
         let all = sums(most);
@@ -121,7 +121,7 @@ fn tokens_are_those_of_the_distribution() {
     on_each_device!(device => agrees::<_, f32>(device, 1, 1, 3));
 }
 
-/// Over a grid of random numbers every token comes as often as its probability says.
+/// Over a grid of random numbers every token is chosen as often as its probability implies.
 #[test]
 fn the_shares_of_tokens_are_their_probabilities() {
     let logits = [0.1f32, 0.2, 0.4, 0.2, 0.1].map(f32::ln);
@@ -148,7 +148,7 @@ fn the_shares_of_tokens_are_their_probabilities() {
     };
     all([100, 200, 400, 200, 100], &plain);
     all([0, 250, 500, 250, 0], &|random| RowSampling { top_k: 3, ..plain(random) });
-    // Of equal ones the first.
+    // Among equal tokens the first are kept.
     all([0, 333, 667, 0, 0], &|random| RowSampling { top_k: 2, ..plain(random) });
     all([0, 333, 667, 0, 0], &|random| RowSampling { top_p: 0.5, ..plain(random) });
     all([0, 250, 500, 250, 0], &|random| RowSampling { min_p: 0.4, ..plain(random) });

@@ -1,4 +1,4 @@
-//! Operators whose heads or vocabulary are divided among ranks, simulated by threads, against the
+//! Operators with heads or vocabulary divided among ranks, simulated by threads, against the
 //! same operators on one rank.
 
 use std::sync::{Barrier, Mutex};
@@ -19,7 +19,7 @@ use moh_kernels::router::query_norm::{QueryNorm, QueryNormForward, QueryNormRout
 use moh_kernels::{Accumulation, Backend, Cpu, DType, Element, ViewMut};
 use proptest::prelude::*;
 
-/// Runs `work` on `count` ranks, each on a device of its own, and returns their results; tables are
+/// Runs `work` on `count` ranks, each on its own device, and returns their results; tables are
 /// summed on the host.
 pub(crate) fn on_ranks<B: Backend + Another, R: Send>(
     device: &B,
@@ -69,7 +69,7 @@ fn local_qkv<T: Copy>(qkv: &[T], shape: &QkvShape, rank: usize, ranks: usize) ->
     rows.collect()
 }
 
-/// The attention of selected heads by `ranks` ranks, forward and backward, has the bits of that by one.
+/// Checks that the attention of selected heads, forward and backward, has the same bits on `ranks` ranks as on one.
 fn routing_agrees<B: Backend + Another, T: Element>(
     device: &B,
     shape: QkvShape,
@@ -114,7 +114,7 @@ fn ranks_select_the_same_heads_as_one_and_their_gradients_have_the_same_bits() {
         (Selects::Heads, &[0, 1, 2, 3, 4, 5, 6, 7, 8], 2),
         (Selects::Heads, &[0, 1], 10),
         (Selects::Heads, &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], 0),
-        // Heads of every rank, of one of them, and none before the first routed one.
+        // Shared heads of every rank, of one rank, and no shared heads before the first routed head.
         (Selects::Heads, &[0, 1, 5, 8, 10], 3),
         (Selects::Heads, &[11], 5),
         (Selects::Heads, &[1, 3, 5, 7, 9, 11], 0),
@@ -215,9 +215,9 @@ fn losses_agree<B: Backend + Another, T: Element>(
 
 #[test]
 fn rows_of_the_heads_give_the_losses_and_their_gradients_in_parts() {
-    // More than one chunk, with a partial last one; vocabularies that do not divide evenly, one of
-    // them into shares that alone would have chunks of 512 and of 511 tokens.
-    // A teacher is compared in all rows, those of some ranks, or a part of the first rank's.
+    // More than one chunk, with a partial last chunk. Vocabularies that do not divide evenly; one
+    // divides into shares that alone would have chunks of 512 and of 511 tokens.
+    // A teacher is compared in all rows, in the rows of some ranks, or in a part of the first rank's rows.
     for (tokens, vocab_size, compared, ranks) in [
         (2100, 40, None, 2),
         (600, 4097, None, 2),

@@ -27,7 +27,7 @@ fn same_bits(body: impl Fn() -> Vec<f64> + Sync) {
     assert!(bits(&one) == bits(&five), "one and five threads differ");
 }
 
-/// All elements of several buffers; f32 is exact in f64.
+/// Returns all elements of several buffers; f32 is exact in f64.
 fn all(buffers: &[&[f32]]) -> Vec<f64> {
     buffers.iter().flat_map(|buffer| wide(buffer)).collect()
 }
@@ -56,7 +56,7 @@ fn qk_norm<T: Element>(shape: QkvShape, seed: u64) -> Vec<f64> {
     [wide(&normed), wide(&d_qkv), all(&[&d_weight])].concat()
 }
 
-/// Returns the operators over rows of tokens, and the optimiser.
+/// Returns the results of the operators over rows of tokens, and of the optimiser.
 fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> Vec<f64> {
     let mut random = Random(seed);
     let x: Vec<T> = random.elements(tokens * width);

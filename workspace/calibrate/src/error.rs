@@ -1,12 +1,12 @@
 //! The errors of this crate.
 
-/// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
+/// An error of this crate. Its message is one sentence: the fault, its place, and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The tokens or the numbers of heads cannot be used, or a layer has no fit.
     #[error("{0}")]
     Invalid(String),
-    /// A fit of a layer that is not named yet.
+    /// A fit of a layer failed; the message does not name the layer yet.
     #[error("{0}")]
     Fit(&'static str),
     /// The caller asked to stop.
@@ -26,7 +26,7 @@ impl Error {
         "the heads' outputs are all zero or depend on each other: the output projection has no fit",
     );
 
-    /// Returns the same, which names the layer.
+    /// Returns the error with the layer's name in its message.
     pub(crate) fn in_layer(self, layer: usize) -> Self {
         match self {
             Error::Fit(reason) => Error::Invalid(format!("layer {layer}: {reason}")),

@@ -1,5 +1,5 @@
-//! The inner products of the heads' contributions to attention's output, token by token: with them the
-//! loss of leaving heads out is a quadratic form, for any set of heads.
+//! The inner products of the heads' contributions to attention's output, token by token. With them the loss of leaving
+//! heads out is a quadratic form, for any set of heads.
 
 use moh_model::LayerHeads;
 use ndarray::{Array2, ArrayView2, Axis, s};
@@ -7,11 +7,11 @@ use rayon::prelude::*;
 
 use crate::selection::Scores;
 
-/// Tokens that a thread takes at a time.
+/// Number of tokens that a thread computes at a time.
 const TOKENS: usize = 64;
 
-/// `<W_h o_h, W_g o_g>` of the heads h and g of each token, `[tokens, heads, heads]`: o_h is the output of
-/// head h, W_h its columns of the output projection.
+/// `<W_h o_h, W_g o_g>` for the heads h and g of each token, `[tokens, heads, heads]`. o_h is the output of head h, W_h
+/// are the output projection's columns of head h.
 #[derive(Debug)]
 pub(crate) struct HeadGrams {
     grams: Vec<f32>,
@@ -19,18 +19,18 @@ pub(crate) struct HeadGrams {
 }
 
 impl HeadGrams {
-    /// Of the outputs o, `[tokens, heads * head_dim]`, and the output projection W, `[width, heads *
-    /// head_dim]`.
+    /// Computes the products from the outputs o, `[tokens, heads * head_dim]`, and the output projection W,
+    /// `[width, heads * head_dim]`.
     pub fn new(outputs: ArrayView2<'_, f32>, weight: ArrayView2<'_, f32>, heads: usize) -> Self {
         let head_dim = weight.ncols() / heads;
-        // o_h^T (W_h^T W_g) o_g takes head_dim products a pair of heads, not `width`.
+        // o_h^T (W_h^T W_g) o_g takes head_dim products for a pair of heads, not `width`.
         let products: Array2<f32> = weight.t().dot(&weight);
         let chunks: Vec<_> = outputs.axis_chunks_iter(Axis(0), TOKENS).collect();
         let of_chunk = |outputs: ArrayView2<'_, f32>| {
             let mut grams = vec![0f32; outputs.nrows() * heads * heads];
             for g in 0..heads {
                 let of_g = g * head_dim..(g + 1) * head_dim;
-                // For every head h, W_h^T W_g o_g.
+                // W_h^T W_g o_g for every head h.
                 let mapped = outputs.slice(s![.., of_g.clone()]).dot(&products.slice(s![of_g, ..]));
                 let rows = outputs.rows().into_iter().zip(mapped.rows());
                 for ((output, mapped), gram) in rows.zip(grams.chunks_exact_mut(heads * heads)) {
@@ -46,7 +46,7 @@ impl HeadGrams {
         HeadGrams { grams: grams.concat(), heads }
     }
 
-    /// |sum of W_h o_h over some heads h|^2 of a token.
+    /// Returns |sum of W_h o_h over the heads h of `heads`|^2 of a token.
     fn square(&self, gram: &[f32], heads: &[usize]) -> f64 {
         let mut sum = 0.0;
         for (at, &h) in heads.iter().enumerate() {

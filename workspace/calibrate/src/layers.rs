@@ -18,22 +18,22 @@ use crate::{CalibrationTokens, Error, Result, matrix};
 
 mod loading;
 
-/// What a calibration chooses and changes.
+/// The settings of a calibration: its choices and changes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CalibrationOptions {
-    /// The routing that is given.
+    /// The given routing.
     pub moh: MohConfig,
-    /// Which heads are shared.
+    /// The choice of the shared heads.
     pub shared: SharedChoice,
     /// Whether output projections are refitted.
     pub refit: bool,
-    /// The element type that stores refitted output projections and fitted routers. They are rounded to it before
-    /// later layers are measured, and the losses are those of the rounded values. `None` keeps them in f32.
+    /// The element type that stores refitted output projections and fitted routers. They are rounded to it before later
+    /// layers are measured, so that the losses apply to the rounded values. `None` keeps them in f32.
     pub stored: Option<DType>,
 }
 
 impl CalibrationOptions {
-    /// Rounds a matrix that was fitted to the type that stores it.
+    /// Rounds a fitted matrix to the type that stores it.
     fn round(&self, values: &mut [f32]) {
         if let Some(dtype) = self.stored {
             dtype.round(values);
@@ -41,76 +41,76 @@ impl CalibrationOptions {
     }
 }
 
-/// What a calibration has chosen.
+/// The result of a calibration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Calibration {
     /// The routing with the chosen heads.
     pub moh: MohConfig,
     /// Each layer, in order.
     pub layers: Vec<LayerCalibration>,
-    /// Losses on the calibration tokens that are held out.
+    /// Losses on the held-out calibration tokens.
     pub losses: Losses,
-    /// The same of each text, if there are several; NaN of one without windows that are held out.
+    /// The same losses for each text, if there are several texts; NaN for a text without held-out windows.
     pub losses_of_texts: Vec<Losses>,
 }
 
-/// What was measured of a layer.
+/// The measurements of a layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerCalibration {
     /// The shared heads.
     pub shared: SharedHeads,
     /// Routed heads that a token selects.
     pub top_k: usize,
-    /// |Y - F W_O^T|^2 / |Y|^2 on the tokens that are held out with the old output projection.
+    /// |Y - F W_O^T|^2 / |Y|^2 on the held-out tokens, with the old output projection.
     pub error_before: f64,
-    /// The same with the refitted one; `None` if none was.
+    /// The same error with the refitted projection; `None` without a refit.
     pub error: Option<f64>,
-    /// Lambda of its fit, in means of the diagonal of F^T F.
+    /// Lambda of the refit, in means of the diagonal of F^T F.
     pub ridge: Option<f64>,
     /// The matrix of a learned router, in a layer with routed heads.
     pub router: Option<RouterFit>,
 }
 
-/// Mean cross-entropies over the calibration tokens that are held out, in nats.
+/// Mean cross-entropies over the held-out calibration tokens, in nats.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Losses {
-    /// Of the dense model.
+    /// Loss of the dense model.
     pub dense: f64,
-    /// Of the result.
+    /// Loss of the converted model.
     pub calibrated: f64,
 }
 
 /// The weight of the first token of a window in fits and in the search; other tokens have the weight 1.
 const FIRST_TOKEN: f32 = 32.0;
 
-/// Outputs of heads, and elements, that a thread takes at a time.
+/// Heads' outputs, and elements, that a thread computes at a time.
 const HEADS: usize = 512;
 const ELEMENTS: usize = 1 << 15;
 
-/// How a caller watches a calibration.
+/// The caller's callbacks during a calibration.
 pub struct Watch<'a> {
-    /// Called with the layers that are done and all, before each.
+    /// Called before each layer, with the number of finished layers and of all layers.
     pub progress: &'a mut dyn FnMut(usize, usize),
-    /// Asked before each pass whether the calibration stops.
+    /// Called before each pass; returns whether the calibration stops.
     pub is_stopped: &'a (dyn Fn() -> bool + Sync),
 }
 
-/// A layer that a calibration has found.
+/// A layer's result of a calibration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FoundLayer {
-    /// What was measured of it.
+    /// The layer's measurements.
     pub calibration: LayerCalibration,
-    /// Its new output projection, `[hidden_size, heads * head_dim]`, if it is refitted.
+    /// The layer's new output projection, `[hidden_size, heads * head_dim]`, if it is refitted.
     pub projection: Option<Vec<f32>>,
 }
 
-/// Keeps the layers of a calibration, so that an interrupted one goes on behind them.
+/// Stores the layers of a calibration, so that an interrupted calibration resumes after them.
 pub trait LayerStore<E> {
-    /// Returns a layer that an earlier calibration of the same weights, tokens and options has found; `None` from some
-    /// layer on.
+    /// Returns a layer that an earlier calibration of the same weights, tokens and options has stored. Returns `None`
+    /// after the last stored layer.
     fn known(&mut self, layer: usize) -> Result<Option<FoundLayer>, E>;
 
-    /// Keeps the next layer, which is not known.
+    /// Stores the next layer, which `known` did not return.
     fn keep(&mut self, found: FoundLayer) -> Result<(), E>;
 }
 
@@ -119,12 +119,12 @@ type Source<'a, E> = &'a mut dyn FnMut(&str, &mut [f32]) -> Result<(), E>;
 
 /// Calibrates the conversion of the dense model that `config` describes, on one device.
 ///
-/// `weights` writes each tensor by its name. Layers that `store` knows are not measured again. The result is `None` if the
+/// `weights` writes each tensor by its name. Layers that `store` knows are not measured again. Returns `None` if the
 /// calibration is stopped.
 ///
 /// # Errors
-/// Fails if `weights` or `store` fails, if the routing does not fit the model, if a fit is not
-/// possible, and if the device fails.
+/// Fails if `weights` or `store` fails, if the routing does not fit the model, if a fit is not possible, or if the
+/// device fails.
 pub fn calibrate<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
     backend: &B,
     config: &ModelConfig,
@@ -154,9 +154,9 @@ struct Job<'a, B: Backend, E> {
     weights: Source<'a, E>,
     block: BlockPass<B>,
     sums: ProductSums<'a, B>,
-    /// Of the outputs by which sets are judged.
+    /// For the sums of outputs by which sets are judged.
     judged_sums: ProductSums<'a, B>,
-    /// Of a router whose matrix is fitted.
+    /// For the fit of a router's matrix.
     router_sums: Option<RouterSums<'a, B>>,
     streams: Streams,
     is_stopped: IsStopped<'a>,
@@ -168,7 +168,7 @@ struct Streams {
     calibrated: Vec<f32>,
 }
 
-/// What the fits of a layer read.
+/// The products for the fits of a layer.
 struct Measured {
     fit: Products,
     ridge: Products,
@@ -178,7 +178,7 @@ struct Measured {
 /// A layer with a routing.
 struct Routed {
     measured: Measured,
-    /// The heads' outputs times their weights, 0 of heads that a token does not compute, `[tokens, heads * head_dim]`.
+    /// The heads' outputs times their weights, 0 for heads that a token does not compute, `[tokens, heads * head_dim]`.
     outputs: Vec<f32>,
 }
 
@@ -197,7 +197,7 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         for ids in tokens.ids().chunks_exact(tokens.passes.pass()) {
             dense.extend(ends.embed(ids)?);
         }
-        // Before the block takes its place.
+        // The memory is freed before the block is allocated.
         drop(ends);
         let of_block = ModelConfig { moh: Some(options.moh.clone()), ..config.clone() };
         let CalibrationBuffers { fit, search, router } =
@@ -259,7 +259,7 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         Ok(Calibration { moh, layers, losses, losses_of_texts })
     }
 
-    /// Moves the residual streams behind a layer that was found before.
+    /// Moves the residual streams behind a layer with a stored result.
     fn known_layer(&mut self, layer: usize, known: FoundLayer) -> Result<LayerCalibration, E> {
         let FoundLayer { calibration, projection } = known;
         self.load(layer, None, calibration.router.as_ref())?;
@@ -271,8 +271,8 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         Ok(calibration)
     }
 
-    /// Chooses the shared heads of a layer, refits its output projection, and moves the residual streams
-    /// behind it.
+    /// Chooses the shared heads of a layer, refits its output projection, and moves the residual streams behind the
+    /// layer.
     fn layer(&mut self, layer: usize) -> Result<FoundLayer, E> {
         let old = self.load_source(layer)?;
         let router = self.fit_router(layer, &old)?;
@@ -296,7 +296,8 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         Ok(FoundLayer { calibration, projection: refit.map(|refit| refit.projection) })
     }
 
-    /// What the fits of a layer with this routing read; the dense model's residual stream moves behind the layer.
+    /// Computes the products and heads' outputs of a layer with this routing. Moves the dense model's residual stream
+    /// behind the layer.
     fn measure(&mut self, moh: &MohConfig) -> Result<Routed> {
         let (passes, inputs) = (&self.tokens.passes, self.config.query_width());
         let length = self.tokens.length();
@@ -323,7 +324,7 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         Ok(Routed { measured: Measured { fit, ridge, held_out }, outputs })
     }
 
-    /// Moves the converted model's residual stream behind the layer that the block has, by its heads' outputs.
+    /// Moves the converted model's residual stream behind the block's layer, given the heads' outputs.
     fn advance(&mut self, outputs: &[f32]) -> Result<()> {
         let pass = self.tokens.passes.pass();
         let streams = self.streams.calibrated.chunks_exact_mut(pass * self.config.hidden_size);
@@ -336,7 +337,7 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         Ok(())
     }
 
-    /// Returns the routing of a layer, as that of a model of one layer.
+    /// Chooses the heads of a layer, and returns the routing of a model of this layer alone.
     fn choose(&mut self, layer: usize, projection: &[f32]) -> Result<MohConfig> {
         let given = self.options.moh.of_layer_alone(layer);
         let (counts, heads) = (given.layer(0), self.config.num_attention_heads);
@@ -350,7 +351,7 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         Ok(given.of_one_layer(best.heads))
     }
 
-    /// Returns the heads' outputs in the dense model, for the tokens of a search.
+    /// Returns a sample of the heads' outputs in the dense model, for the tokens of a search.
     fn sample(&mut self, projection: &[f32]) -> Result<LayerSample> {
         let ranking = Ranking::new(self.options.moh.router, self.config);
         let (inputs, width) = (self.config.query_width(), self.config.hidden_size);
@@ -377,13 +378,13 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
         Ok(LayerSample::new(scores, ranking, outputs, targets.view(), weight, pass))
     }
 
-    /// Returns the part of a residual stream that some passes have.
+    /// Returns some passes' part of a residual stream.
     fn of_passes(&self, stream: &[f32], passes: &[usize]) -> Vec<f32> {
         let of_pass = |&pass| &stream[self.tokens.passes.elements(pass, self.config.hidden_size)];
         passes.iter().flat_map(of_pass).copied().collect()
     }
 
-    /// Returns the cross-entropies by residual streams behind the last layer, each of these passes.
+    /// Returns the cross-entropies of each residual stream behind the last layer; each stream has these passes.
     fn losses(&mut self, streams: &[&[f32]], passes: &[usize]) -> Result<Vec<LossSums>, E> {
         let (batch, length) = self.tokens.passes.shape();
         let mut ends =
@@ -406,11 +407,11 @@ impl<'a, B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'a, B,
     }
 }
 
-/// The sum of cross-entropies of each text, and the number of tokens that it is of.
+/// The sum of cross-entropies of each text, and its number of targets.
 struct LossSums(Vec<(f64, usize)>);
 
 impl LossSums {
-    /// Of all texts.
+    /// Returns the mean over all texts.
     fn mean(&self) -> f64 {
         let (sums, numbers): (Vec<f64>, Vec<usize>) = self.0.iter().copied().unzip();
         sums.iter().sum::<f64>() / numbers.iter().sum::<usize>() as f64
@@ -421,8 +422,8 @@ impl LossSums {
     }
 }
 
-/// Returns the heads' outputs of a layer with this routing for the residual stream `x`, times their weights, 0 of heads
-/// that a token does not compute.
+/// Writes to `outputs` the heads' outputs for the residual stream `x` in a layer with this routing, times their
+/// weights. Outputs of heads that a token does not compute are 0.
 fn attend<B: Backend>(
     block: &mut BlockPass<B>,
     head_dim: usize,
@@ -446,10 +447,12 @@ fn attend<B: Backend>(
     Ok(())
 }
 
-/// Returns a fit's target, `after - x`. Each token of the target and of the heads' `outputs` is multiplied by its factor in
-/// the RMSNorm of `after`, the dense model's stream after attention, or of `x`, the converted model's stream before it, if
-/// that is less. Otherwise the few tokens with a large stream in either model would decide the fit. The first token of a
-/// window of `length` tokens, to which all others may attend, weighs as much as [`FIRST_TOKEN`] of them.
+/// Returns a fit's target, `after - x`.
+///
+/// `after` is the dense model's stream after attention, `x` the converted model's stream before it. Each token of the
+/// target and of the heads' `outputs` is multiplied by the lesser of its factors in the RMSNorms of `after` and `x`.
+/// Otherwise the few tokens with a large stream in either model would decide the fit. The first token of a window of
+/// `length` tokens weighs as much as [`FIRST_TOKEN`] other tokens, because all other tokens may attend to it.
 fn weighed(
     config: &ModelConfig,
     length: usize,
@@ -464,7 +467,7 @@ fn weighed(
     target
 }
 
-/// Returns the lesser factor of each token in the RMSNorms of two residual streams, `[tokens, hidden_size]`.
+/// Returns the lesser of each token's factors in the RMSNorms of two residual streams, `[tokens, hidden_size]`.
 fn norm_scales(config: &ModelConfig, streams: [&[f32]; 2]) -> Vec<f32> {
     let mean = |x: &[f32]| x.iter().map(|x| x * x).sum::<f32>() / x.len() as f32;
     let scale = |(a, b)| (mean(a).max(mean(b)) + config.rms_norm_eps as f32).sqrt().recip();
@@ -472,7 +475,7 @@ fn norm_scales(config: &ModelConfig, streams: [&[f32]; 2]) -> Vec<f32> {
     a.zip(b).with_min_len(ELEMENTS / config.hidden_size + 1).map(scale).collect()
 }
 
-/// Multiplies the rows of a table by these numbers.
+/// Multiplies the rows of a table by `scales`.
 fn scale(table: &mut [f32], scales: &[f32]) {
     let width = table.len() / scales.len();
     let rows = table.par_chunks_exact_mut(width).zip(scales).with_min_len(ELEMENTS / width + 1);

@@ -1,8 +1,8 @@
-//! Conversion by measurement: which heads of a layer are shared, and output projections refitted in closed
-//! form, from a model's activations on some text. `docs/design.md` has the steps and their formulas.
+//! Conversion by measurement: chooses the shared heads of each layer, and refits output projections in closed form,
+//! from a model's activations on some text. `docs/design.md` has the steps and their formulas.
 //!
-//! A layer and the residual streams of the calibration tokens are in memory, nothing else of the model.
-//! The same tokens give the same bits on a CPU, on any number of threads.
+//! Only one layer of the model and the residual streams of the calibration tokens are in memory. The same tokens give
+//! the same bits on a CPU, on any number of threads.
 
 mod error;
 mod head_grams;

@@ -21,7 +21,7 @@ pub(crate) struct ProductBuffers<M: Memory> {
 }
 
 impl<M: Memory> ProductBuffers<M> {
-    /// For passes over `tokens` tokens of `n` inputs and `m` targets.
+    /// Allocates the buffers for passes over `tokens` tokens of `n` inputs and `m` targets.
     pub fn new(memory: &M, tokens: usize, n: usize, m: usize) -> Result<Self, moh_kernels::Error> {
         Ok(ProductBuffers {
             n,
@@ -34,17 +34,17 @@ impl<M: Memory> ProductBuffers<M> {
     }
 }
 
-/// The buffers of a calibration on its device, beside those of passes.
+/// The buffers of a calibration on its device, in addition to the buffers of passes.
 pub struct CalibrationBuffers<M: Memory> {
     pub(crate) fit: ProductBuffers<M>,
-    /// Of the outputs by which sets of shared heads are judged.
+    /// For the sums of outputs by which sets of shared heads are judged.
     pub(crate) search: ProductBuffers<M>,
-    /// Of a router whose matrix is fitted.
+    /// For the fit of a router's matrix.
     pub(crate) router: Option<ProductBuffers<M>>,
 }
 
 impl<M: Memory> CalibrationBuffers<M> {
-    /// Buffers for passes over `tokens` tokens of the model that `config` describes, and for this router.
+    /// Allocates buffers for passes over `tokens` tokens of the model that `config` describes, and for this router.
     pub fn new(
         memory: &M,
         config: &ModelConfig,
@@ -71,7 +71,7 @@ pub(crate) struct ProductSums<'a, B: Backend> {
     is_stopped: IsStopped<'a>,
 }
 
-/// Whether the caller asks to stop.
+/// Returns whether the caller asks to stop.
 pub(crate) type IsStopped<'a> = &'a (dyn Fn() -> bool + Sync);
 
 impl<'a, B: Backend> ProductSums<'a, B> {
@@ -81,8 +81,8 @@ impl<'a, B: Backend> ProductSums<'a, B> {
         ProductSums { backend, sums, buffers, host, is_stopped }
     }
 
-    /// Adds the inputs `[tokens, n]` and targets `[tokens, m]` of a pass, or fails if the caller asks to stop: most of a
-    /// calibration's time is between two of these.
+    /// Adds the inputs `[tokens, n]` and targets `[tokens, m]` of a pass, or fails if the caller asks to stop. Most of
+    /// a calibration's time is between two calls of this function.
     pub fn add(&mut self, inputs: &[f32], targets: &[f32]) -> Result<()> {
         if (self.is_stopped)() {
             return Err(Error::Stopped);
@@ -109,7 +109,7 @@ impl<'a, B: Backend> ProductSums<'a, B> {
         Ok(())
     }
 
-    /// Returns the sums so far, which begin again at zero.
+    /// Returns the sums so far, and resets them to zero.
     pub fn take(&mut self) -> Products {
         let zeros = Products::zeros(self.buffers.n, self.buffers.m);
         std::mem::replace(&mut self.sums, zeros)

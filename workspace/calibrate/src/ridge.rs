@@ -1,11 +1,10 @@
-//! Ridge least squares in f64: the linear map that predicts targets from inputs best.
+//! Ridge least squares in f64: the best linear map from inputs to targets.
 //!
-//! With inputs F `[N, n]` and targets Y `[N, m]`, W = W0 + (Y - F W0^T)^T F (F^T F + lambda I)^-1 has the
-//! least |Y - F W^T|^2 + lambda |W - W0|^2. Only the products F^T F, Y^T F and |Y|^2 are needed, which are
-//! sums over tokens.
+//! With inputs F `[N, n]` and targets Y `[N, m]`, |Y - F W^T|^2 + lambda |W - W0|^2 is least for W = W0 + (Y - F
+//! W0^T)^T F (F^T F + lambda I)^-1. This needs only the products F^T F, Y^T F and |Y|^2, which are sums over tokens.
 //!
-//! Every element is computed in an order that follows from the sizes alone, so the bits do not depend
-//! on the number of threads.
+//! The order of computation of every element depends only on the sizes, so that the bits do not depend on the number of
+//! threads.
 
 use ndarray::linalg::general_mat_mul;
 use ndarray::{Array2, ArrayView2, ArrayViewMut2, Axis, s};
@@ -15,7 +14,7 @@ use crate::{Error, Result};
 
 /// Columns of a block of the factor.
 const BLOCK: usize = 64;
-/// Rows that a thread takes at a time.
+/// Number of rows that a thread computes at a time.
 const ROWS: usize = 64;
 
 /// The sums over tokens that a least-squares fit needs.
@@ -29,7 +28,8 @@ pub struct Products {
     pub target: f64,
 }
 
-/// The ridges of which [`Products::best_ridge`] chooses, by which error grows where it is too small.
+/// The ridges that [`Products::best_ridge`] compares, from the largest on. A ridge that is too small increases the
+/// error.
 const RIDGES: [f64; 5] = [10.0, 1.0, 0.1, 0.01, 0.001];
 
 impl Products {
@@ -37,7 +37,7 @@ impl Products {
         Products { gram: Array2::zeros((n, n)), cross: Array2::zeros((m, n)), target: 0.0 }
     }
 
-    /// |Y - F W^T|^2 / |Y|^2 of the map W, `[m, n]`; 0 where Y is zero.
+    /// Returns |Y - F W^T|^2 / |Y|^2 for the map W, `[m, n]`; 0 if Y is zero.
     pub fn error(&self, weight: ArrayView2<'_, f64>) -> f64 {
         // |Y|^2 - 2 <W, Y^T F> + <W, W F^T F>, by rows of W.
         let rows = weight.axis_chunks_iter(Axis(0), ROWS);
@@ -54,7 +54,7 @@ impl Products {
         if self.target > 0.0 { residual.max(0.0) / self.target } else { 0.0 }
     }
 
-    /// Returns the sums over the tokens of both.
+    /// Returns the sums over the tokens of both products.
     pub fn and(mut self, other: &Products) -> Self {
         self.gram += &other.gram;
         self.cross += &other.cross;
@@ -71,8 +71,8 @@ impl Products {
         }
     }
 
-    /// Returns the ridge whose fit leaves the least error of `others`, tokens that are not fitted to: from the largest
-    /// one on, until the error grows.
+    /// Returns the ridge with the least error of the fit on `others`, tokens that are not fitted to. Compares ridges
+    /// from the largest on, until the error grows.
     pub fn best_ridge(&self, start: ArrayView2<'_, f64>, others: &Products) -> Result<f64> {
         let (mut least, mut best) = (f64::INFINITY, RIDGES[0]);
         for ridge in RIDGES {
@@ -89,8 +89,7 @@ impl Products {
     /// of F^T F.
     ///
     /// # Errors
-    /// Fails if a product is not finite, and if F^T F + lambda I is not
-    /// positive definite.
+    /// Fails if a product is not finite, and if F^T F + lambda I is not positive definite.
     pub fn fit(&self, start: ArrayView2<'_, f64>, ridge: f64) -> Result<Array2<f64>> {
         let factor = self.factor(ridge)?;
         let mut weight = self.cross.clone();
@@ -102,11 +101,12 @@ impl Products {
         Ok(weight)
     }
 
-    /// (|Y - F W^T|^2 + lambda |W - W0|^2) / |Y|^2 of [`Self::fit`], without W: half of its work; 0 where Y is zero.
+    /// Returns (|Y - F W^T|^2 + lambda |W - W0|^2) / |Y|^2 for the W of [`Self::fit`]; 0 if Y is zero. Does not compute
+    /// W, which saves half of the work.
     pub fn least(&self, start: ArrayView2<'_, f64>, ridge: f64) -> Result<f64> {
         let factor = self.factor(ridge)?;
         let mut weight = self.cross.clone();
-        // With B L^-T = Z, which is |Y - F W0^T|^2 - |Z|^2; the former is |Y|^2 - <W0, Y^T F + B>.
+        // The numerator is |Y - F W0^T|^2 - |Z|^2 with Z = B L^-T, and |Y - F W0^T|^2 = |Y|^2 - <W0, Y^T F + B>.
         let gains = self.rows(&mut weight, start, |mut rows, start| {
             let of_start: f64 = rows.iter().zip(&start).map(|(b, w)| b * w).sum();
             solve_forwards(factor.view(), rows.view_mut());
@@ -117,7 +117,7 @@ impl Products {
         Ok(if self.target > 0.0 { least.max(0.0) / self.target } else { 0.0 })
     }
 
-    /// Returns the factor of F^T F + lambda I, in the lower triangle.
+    /// Returns the Cholesky factor of F^T F + lambda I, in the lower triangle.
     fn factor(&self, ridge: f64) -> Result<Array2<f64>> {
         self.check()?;
         let mut factor = self.gram.clone();
@@ -127,7 +127,7 @@ impl Products {
         Ok(factor)
     }
 
-    /// Makes `cross`, a copy of Y^T F, B = Y^T F - W0 F^T F, and calls `with` with some rows of it and of W0 at a time.
+    /// Changes `cross` from Y^T F to B = Y^T F - W0 F^T F. Calls `with` with some rows of B and W0 at a time.
     fn rows<R: Send>(
         &self,
         cross: &mut Array2<f64>,
@@ -170,7 +170,7 @@ fn cholesky(mut a: ArrayViewMut2<'_, f64>) -> Result<()> {
     Ok(())
 }
 
-/// Returns the factor of a block, in place in its lower triangle.
+/// Replaces the lower triangle of a block by its Cholesky factor.
 fn factor_block(mut a: ArrayViewMut2<'_, f64>) -> Result<()> {
     for column in 0..a.nrows() {
         for row in column..a.nrows() {
@@ -178,7 +178,7 @@ fn factor_block(mut a: ArrayViewMut2<'_, f64>) -> Result<()> {
             let rest = a[[row, column]] - known;
             a[[row, column]] = if row > column { rest / a[[column, column]] } else { rest.sqrt() };
         }
-        // The root of a negative number is none.
+        // The root of a negative number is NaN.
         if a[[column, column]].is_nan() || a[[column, column]] == 0.0 {
             return Err(Error::SINGULAR);
         }
@@ -261,7 +261,7 @@ mod tests {
             let start = random(&mut rng, m, n);
             let products = products(&inputs, &targets);
             let fit = products.fit(start.view(), 1e-2).unwrap();
-            // Of half of |Y - F W^T|^2 + lambda |W - W0|^2, with respect to W.
+            // The gradient of half of |Y - F W^T|^2 + lambda |W - W0|^2, with respect to W.
             let lambda = 1e-2 * products.gram.diag().mean().unwrap();
             let gradient = fit.dot(&products.gram) - &products.cross + (&fit - &start) * lambda;
             let largest = gradient.iter().fold(0f64, |most, value| most.max(value.abs()));
@@ -309,7 +309,7 @@ mod tests {
             assert!(RIDGES.iter().all(|&ridge| error(best) <= error(ridge)), "{best}");
             chosen.push(best);
         }
-        // Noise needs a larger one.
+        // Noise needs a larger ridge.
         assert!(chosen[0] > chosen[2] && chosen.is_sorted_by(|a, b| a >= b), "{chosen:?}");
     }
 

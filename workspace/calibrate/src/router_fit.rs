@@ -1,12 +1,12 @@
-//! The rows of a learned router, fitted to what the heads contribute: the ridge least-squares solution of x_t W^T = y_t
+//! The rows of a learned router, fitted to the heads' contributions: the ridge least-squares solution of x_t W^T = y_t,
 //! with x_t the block's normed input and
 //!
 //! ```text
 //! c_{t,h} = |W_O^h o_{t,h}|        y_{t,h} = a (c_{t,h} - mean_h c_{t,h}) / s
 //! ```
 //!
-//! s is the layer's standard deviation over the heads of a token, so that a is that of the logits. `docs/design.md` has
-//! the reasons.
+//! s is the layer's standard deviation over the heads of a token, so that a is the logits' standard deviation.
+//! `docs/design.md` has the reasons.
 
 use moh_kernels::Backend;
 use moh_model::RouterKind;
@@ -17,9 +17,9 @@ use crate::products::ProductSums;
 use crate::ridge::Products;
 use crate::{RIDGE, Result, matrix};
 
-/// Tokens that a thread takes at a time.
+/// Number of tokens that a thread computes at a time.
 const TOKENS: usize = 64;
-/// The standard deviation of the logits of a router that weighs heads, by about 1 with a small one.
+/// The logits' standard deviation for a router that weighs heads. It is small, so that the weights are about 1.
 const WEIGHING_SPREAD: f64 = 0.3;
 
 /// The fitted rows of a layer's router.
@@ -27,8 +27,7 @@ const WEIGHING_SPREAD: f64 = 0.3;
 pub struct RouterFit {
     /// `self_attn.router.weight`, `[heads, hidden_size]`.
     pub rows: Vec<f32>,
-    /// The share of the targets' variance over the heads of a token that the logits explain, on the
-    /// tokens that they are fitted to.
+    /// The share of the targets' variance over the heads of a token that the logits explain, on the tokens of the fit.
     pub explained: f64,
 }
 
@@ -41,7 +40,7 @@ pub(crate) struct RouterSums<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> RouterSums<'a, B> {
-    /// Empty sums for a layer of `heads`, each of which is a target of `sums`, and the matrix of `router`.
+    /// Creates empty sums for a layer with `heads` heads, each a target of `sums`, and for the matrix of `router`.
     pub fn new(sums: ProductSums<'a, B>, heads: usize, router: RouterKind) -> Self {
         let spread = if router.weighs() { WEIGHING_SPREAD } else { 1.0 };
         RouterSums { sums, heads, spread, tokens: 0 }
@@ -58,27 +57,27 @@ impl<'a, B: Backend> RouterSums<'a, B> {
         self.sums.add(normed, &targets)
     }
 
-    /// Returns the fit to the tokens so far; the sums begin again at zero.
+    /// Returns the fit to the tokens so far, and resets the sums to zero.
     pub fn take(&mut self) -> Result<RouterFit> {
         let (products, tokens) = (self.sums.take(), std::mem::take(&mut self.tokens));
         fit(&products, tokens, self.spread)
     }
 }
 
-/// Returns the rows by the sums over `tokens` tokens of the centred norms, which have not been divided by s; `spread`
+/// Returns the rows from the sums over `tokens` tokens of the centred norms, which are not divided by s yet; `spread`
 /// is a.
 fn fit(products: &Products, tokens: usize, spread: f64) -> Result<RouterFit> {
     let (heads, width) = products.cross.dim();
     let fit = products.fit(Array2::zeros((heads, width)).view(), RIDGE)?;
     let variance = products.target / (tokens * heads.saturating_sub(1)).max(1) as f64;
-    // Heads that contribute alike have nothing that logits could tell.
+    // If heads contribute alike, logits cannot distinguish them.
     let scale = if variance > 0.0 { spread / variance.sqrt() } else { 0.0 };
     let rows = fit.iter().map(|&weight| (weight * scale) as f32).collect();
     Ok(RouterFit { rows, explained: 1.0 - products.error(fit.view()) })
 }
 
-/// |W_h o_h| of each head h of each token, `[tokens, heads]`: of the outputs o, `[tokens, heads * head_dim]`,
-/// and the output projection W, `[width, heads * head_dim]`, of whose columns W_h are those of h.
+/// Returns |W_h o_h| for each head h of each token, `[tokens, heads]`. The outputs o are `[tokens, heads * head_dim]`,
+/// the output projection W is `[width, heads * head_dim]`, and W_h are the columns of head h.
 pub(crate) fn contributions(
     outputs: &[f32],
     weight: ArrayView2<'_, f32>,
@@ -144,7 +143,8 @@ mod tests {
         }
     }
 
-    /// Returns the norms that are a linear map of the input, and the same again in every head.
+    /// Returns inputs, norms that are a linear map of the inputs plus a shift of all heads, and the map without its
+    /// mean.
     fn planted(rng: &mut StdRng, size: f32, tokens: usize) -> (Vec<f32>, Vec<f32>, Array2<f64>) {
         let (width, heads) = (10, 6);
         let inputs = random(rng, tokens * width);
@@ -179,7 +179,7 @@ mod tests {
             let found = sums.take().unwrap();
             assert!(found.explained > 0.999, "{}", found.explained);
             let rows: Array2<f64> = matrix(&found.rows, 10);
-            // The map but for its scale: the logits' standard deviation over heads is the router's.
+            // The map up to its scale: the logits' standard deviation over heads is the router's.
             let scale = (&rows * &map).sum() / (&map * &map).sum();
             assert!((&rows - &map * scale).iter().all(|d| d.abs() < 1e-2 * scale), "{size}");
             let logits = matrix::<f64>(&inputs, 10).dot(&rows.t());

@@ -1,5 +1,5 @@
-//! The search for a layer's shared heads: sets are judged by the error after a fit ([`Products::least`]), where there are
-//! too many of them also by the error without a new projection ([`HeadGrams::loss`]), which needs none.
+//! The search for a layer's shared heads. Sets are judged by the error after a fit ([`Products::least`]). If there are
+//! too many sets, they are also judged by the error without a new projection ([`HeadGrams::loss`]), which needs no fit.
 
 use std::cell::LazyCell;
 
@@ -14,25 +14,25 @@ use crate::products::ProductSums;
 use crate::selection::{Ranking, Scores};
 use crate::{Error, Result, matrix};
 
-/// Most sets of one size that are all compared; of more, good ones are built.
+/// Maximum number of sets of one size that are all compared. Of more sets, good sets are built.
 const MOST_SETS: usize = 128;
-/// Most sets of a layer that are judged by a fit where one size is compared, and it has few sets; of several sizes half as many
-/// are, and then exchanges.
+/// Maximum number of sets of a layer that are judged by a fit, if only one size with few sets is compared. With several
+/// sizes half as many sets are judged, and then exchanges.
 pub const FITS: usize = 64;
-/// Lambda of these fits, in means of the diagonal of F^T F: on SmolLM2-135M, 0.1 chooses better sets than 0.001 does.
+/// Lambda of the search's fits, in means of the diagonal of F^T F: on SmolLM2-135M, 0.1 chooses better sets than 0.001.
 const RIDGE: f64 = 0.1;
-/// Tokens by which sets are judged without a fit.
+/// Number of tokens by which sets are judged without a fit.
 const GRAM_TOKENS: usize = 2048;
-/// Tokens that a thread takes at a time.
+/// Number of tokens that a thread computes at a time.
 const TOKENS: usize = 64;
-/// Most rounds of exchanges that are judged by fits; they end where none is better.
+/// Maximum rounds of exchanges that are judged by fits. They end after a round without a better set.
 const ROUNDS: usize = 8;
-/// Most exchanges that a round judges.
+/// Maximum exchanges that a round judges.
 const EXCHANGES: usize = 8;
-/// Most outputs by which sets are judged: those of a wider layer are added up to so many sums, with signs.
+/// Maximum outputs by which sets are judged. The outputs of a wider layer are added up to this many sums, with signs.
 const OUTPUTS: usize = 256;
 
-/// The heads' outputs of a layer for some tokens, and the attention output that they had made.
+/// The heads' outputs of a layer for some tokens, and the attention output from them.
 pub(crate) struct LayerSample {
     pub scores: Scores,
     pub ranking: Ranking,
@@ -55,14 +55,14 @@ pub(crate) struct Found {
     pub error: f64,
 }
 
-/// Returns the outputs by which sets are judged in a layer of `width` outputs.
+/// Returns the number of outputs by which sets are judged in a layer of `width` outputs.
 pub fn judged_outputs(width: usize) -> usize {
     width.min(OUTPUTS)
 }
 
-/// Adds up the rows of a matrix to at most [`OUTPUTS`] of them: row i to row i mod [`OUTPUTS`], with a sign. The
-/// square of a vector of such sums is on average, over signs, that of the vector (count sketch, Charikar et al. 2002),
-/// and one with the same signs compares sets.
+/// Adds up the rows of a matrix to at most [`OUTPUTS`] rows: row i to row i mod [`OUTPUTS`], with a sign. On average
+/// over signs, the square of a vector of such sums is the square of the vector (count sketch, Charikar et al. 2002).
+/// Sets are compared with the same signs.
 fn sums_of_rows(matrix: ArrayView2<'_, f32>) -> Array2<f64> {
     let (width, columns) = matrix.dim();
     let mut sums = Array2::zeros((judged_outputs(width), columns));
@@ -73,7 +73,7 @@ fn sums_of_rows(matrix: ArrayView2<'_, f32>) -> Array2<f64> {
     sums
 }
 
-/// 1 or -1, as the number's hash says (the finalizer of splitmix64); 1 below [`OUTPUTS`].
+/// Returns 1 or -1 by the number's hash (the finalizer of splitmix64); 1 below [`OUTPUTS`].
 fn sign(number: usize) -> f64 {
     let mut hash = number as u64;
     hash = (hash ^ (hash >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -82,8 +82,8 @@ fn sign(number: usize) -> f64 {
 }
 
 impl LayerSample {
-    /// Of the heads' outputs of some tokens, `[tokens, heads * head_dim]`, the attention output that they
-    /// make, `[tokens, width]`, and the output projection, in passes of `pass` tokens.
+    /// Creates a sample of passes of `pass` tokens. `outputs` are the heads' outputs, `[tokens, heads * head_dim]`,
+    /// `targets` the attention output from them, `[tokens, width]`, and `weight` is the output projection.
     pub fn new(
         scores: Scores,
         ranking: Ranking,
@@ -98,7 +98,7 @@ impl LayerSample {
         LayerSample { scores, ranking, outputs, targets, judged, weight, pass }
     }
 
-    /// Returns the best set of shared heads of `active` active ones, with one of these numbers of heads.
+    /// Returns the best set of shared heads with one of these numbers of heads, if `active` heads are active.
     pub fn best_set<B: Backend>(
         &self,
         sums: &mut ProductSums<'_, B>,
@@ -118,13 +118,13 @@ impl LayerSample {
             best = Some(self.best_of(sums, sets.into_iter(), top_k, best)?);
         }
         let best = best.ok_or(Error::SINGULAR)?;
-        // Of the sets of one number, enough have been judged.
+        // With one number of heads, enough sets have been judged.
         let is_done = matches!(numbers, [shared] if has_few_sets(*shared));
         if is_done { Ok(best) } else { self.refined(sums, &grams, best) }
     }
 
-    /// Returns the sets of so many shared heads, or if there are more than `most` those with the least errors without a
-    /// fit.
+    /// Returns all sets of `shared` heads. If there are more than `most`, returns the sets with the least errors
+    /// without a fit.
     fn most_promising(
         &self,
         grams: &LazyCell<HeadGrams, impl FnOnce() -> HeadGrams>,
@@ -148,7 +148,7 @@ impl LayerSample {
         Ok((grams.loss(&self.scores, self.layer_heads(set, top_k)?), set.to_vec()))
     }
 
-    /// Returns the set of `shared` heads to which no exchange is better, by the error without a fit.
+    /// Returns a set of `shared` heads that no exchange improves, by the error without a fit.
     fn exchanged(&self, grams: &HeadGrams, shared: usize, top_k: usize) -> Result<Vec<usize>> {
         let (units, count) = (self.ranking.units(), shared / self.ranking.unit());
         let loss = |set: Vec<usize>| self.loss(grams, &set, top_k);
@@ -173,7 +173,7 @@ impl LayerSample {
         }
     }
 
-    /// Returns a set and its exchanges, judged by fits.
+    /// Improves a set by exchanges that are judged by fits, and returns the best set.
     fn refined<B: Backend>(
         &self,
         sums: &mut ProductSums<'_, B>,
@@ -184,7 +184,7 @@ impl LayerSample {
         for _ in 0..ROUNDS {
             let heads = best.heads.shared.heads().step_by(unit);
             let set: Vec<usize> = heads.map(|head| head / unit).collect();
-            // Of each shared head the best exchange: a fit may miss that head the least.
+            // The best exchange of each shared head, because a fit may need any of these heads the least.
             let of_place = |place| {
                 let near = exchanges_at(&set, place, self.ranking.units());
                 least(near.map(|set| self.loss(grams, &set, top_k)))
@@ -208,7 +208,7 @@ impl LayerSample {
         Ok(LayerHeads { shared: SharedHeads::from_heads(heads)?, top_k })
     }
 
-    /// Returns the best of some sets, and of `known`; the first of equals.
+    /// Returns the best of some sets and of `known`; the first of equally good sets.
     fn best_of<B: Backend>(
         &self,
         sums: &mut ProductSums<'_, B>,
@@ -276,7 +276,7 @@ fn with(set: &[usize], head: usize) -> Vec<usize> {
     [set, &[head]].concat()
 }
 
-/// Returns the sets with the head at one place exchanged for another.
+/// Returns the sets with the head at `place` exchanged for another head.
 fn exchanges_at(
     set: &[usize],
     place: usize,
@@ -289,7 +289,7 @@ fn exchanges_at(
     })
 }
 
-/// Returns the set with the least loss, the first of equals.
+/// Returns the set with the least loss; the first of equally good sets.
 fn least(sets: impl Iterator<Item = Result<(f64, Vec<usize>)>>) -> Result<(f64, Vec<usize>)> {
     let mut best: Option<(f64, Vec<usize>)> = None;
     for set in sets {
@@ -301,7 +301,7 @@ fn least(sets: impl Iterator<Item = Result<(f64, Vec<usize>)>>) -> Result<(f64, 
     Ok(best.unwrap_or((f64::INFINITY, Vec::new())))
 }
 
-/// h over s, or a number above [`MOST_SETS`].
+/// Returns the binomial coefficient of `heads` and `shared`, or a number above [`MOST_SETS`].
 fn number_of_sets(heads: usize, shared: usize) -> usize {
     let smaller = shared.min(heads - shared);
     let mut number = 1usize;
@@ -333,7 +333,7 @@ mod tests {
     use super::*;
     use crate::products::ProductBuffers;
 
-    /// Returns the heads of different importance; with `repeats`, head 4 has nearly the output of head 1.
+    /// Returns a sample of heads with different importance. With `repeats`, head 4 has nearly the output of head 1.
     fn sample(seed: u64, router: RouterKind, repeats: bool) -> LayerSample {
         let (heads, head_dim, width, pass) = (8, 4, 24, 64);
         let (tokens, inputs) = (4 * pass, heads * head_dim);
@@ -365,7 +365,7 @@ mod tests {
         ProductSums::new(&Cpu, buffers, &|| false)
     }
 
-    /// Returns a set as it is found where there are too many to judge all.
+    /// Returns the set that is found if there are too many sets to judge all.
     fn best_by_exchange(
         sample: &LayerSample,
         sums: &mut ProductSums<'static, Cpu>,
@@ -410,8 +410,8 @@ mod tests {
 
     #[test]
     fn a_head_that_repeats_another_may_be_overlooked() {
-        // Only a fit sees that head 1 can take the place of head 4: exchanges end at a set that is
-        // worse than the best one, but not worse than twice its error.
+        // Only a fit shows that head 1 can replace head 4. So exchanges end at a set that is worse than the best set,
+        // but not worse than twice its error.
         let mut largest = 1f64;
         for seed in 0..4 {
             let sample = sample(seed, RouterKind::QueryNorm, true);

@@ -1,12 +1,12 @@
-//! Which heads tokens compute, for any set of shared heads: the routers' rules on scores that do not
-//! depend on the set.
+//! The heads that tokens compute, for any set of shared heads: the routers' rules on scores that do not depend on the
+//! set.
 
 use moh_model::{LayerHeads, ModelConfig, RouterKind, SharedChoice};
 
-/// Most numbers of shared heads of which all are compared.
+/// Up to this many numbers of shared heads, all are compared.
 const FEW: usize = 8;
 
-/// A layer's heads as a router ranks them, and which sets of them can be shared.
+/// A router's ranking of a layer's heads, and the sets that can be shared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ranking {
     pub router: RouterKind,
@@ -20,26 +20,26 @@ impl Ranking {
         Ranking { router, heads: config.num_attention_heads, group: config.group_size() }
     }
 
-    /// Returns the heads that are shared or selected together, only.
+    /// Returns the number of heads that are only shared or selected together.
     pub fn unit(&self) -> usize {
         if self.router == RouterKind::Group { self.group } else { 1 }
     }
 
-    /// Heads, or groups of heads that are shared or selected together.
+    /// Returns the number of heads, or of groups of heads that are shared or selected together.
     pub fn units(&self) -> usize {
         self.heads / self.unit()
     }
 
-    /// Returns the numbers of shared heads to compare, less than `active`: all that the router can share if there are
-    /// at most [`FEW`], else about four, evenly spaced.
+    /// Returns the numbers of shared heads to compare, less than `active`. These are all numbers that the router can
+    /// share if there are at most [`FEW`], otherwise about four of them, evenly spaced.
     pub fn shared_numbers(&self, active: usize) -> impl Iterator<Item = usize> + use<> {
         let (unit, number) = (self.unit(), active / self.unit());
         let step = if number <= FEW { 1 } else { number.div_ceil(4) };
         (0..number).step_by(step).map(move |number| number * unit)
     }
 
-    /// Returns the numbers of shared heads that are compared, `given` among them, beside which tokens select at least
-    /// one head, if the router selects any.
+    /// Returns the numbers of shared heads to compare, including `given`. With each number, tokens select at least one
+    /// head, if the router selects heads.
     pub fn numbers(&self, shared: SharedChoice, given: usize, active: usize) -> Vec<usize> {
         if !self.router.selects() {
             return vec![active];
@@ -54,7 +54,7 @@ impl Ranking {
         numbers
     }
 
-    /// Returns whether a layer can share this many heads beside this many selected ones.
+    /// Returns whether a layer can share `shared` heads if tokens select `top_k` other heads.
     pub fn fits(&self, shared: usize, top_k: usize) -> bool {
         let divides = |count: usize| count.is_multiple_of(self.unit());
         let needs_two = self.router == RouterKind::QueryNorm;
@@ -62,10 +62,10 @@ impl Ranking {
     }
 }
 
-/// How tokens rank a layer's heads, whatever set is shared.
+/// The tokens' rankings of a layer's heads, for any shared set.
 #[derive(Debug, Clone)]
 pub(crate) struct Scores {
-    /// The units of each token by falling score, the first of equal ones first, `[tokens, units]`.
+    /// The units of each token by falling score, the first of equal units first, `[tokens, units]`.
     order: Vec<u16>,
     ranking: Ranking,
 }
@@ -103,7 +103,7 @@ impl Scores {
         self.order.chunks_exact(self.ranking.units())
     }
 
-    /// Selects the heads of tokens where these are shared.
+    /// Returns the selector of tokens' heads with these shared heads.
     pub fn selector(&self, heads: LayerHeads) -> Selector {
         let Ranking { heads: all, .. } = self.ranking;
         let unit = self.ranking.unit();
@@ -121,8 +121,8 @@ pub(crate) struct Selector {
 }
 
 impl Selector {
-    /// Sets `active`, one entry for each head, to whether a token that ranks its units in this order
-    /// computes it.
+    /// Sets each head's entry of `active` to whether a token computes the head, if the token ranks its units in this
+    /// order.
     pub fn select(&self, order: &[u16], active: &mut [bool]) {
         active.copy_from_slice(&self.shared);
         let heads = order.iter().map(|&unit| usize::from(unit) * self.unit);

@@ -7,25 +7,26 @@ use moh_model::{ModelConfig, most_windows};
 
 use crate::{Error, Result};
 
-/// Passes of which each part has its places, again and again.
+/// Number of passes after which the parts repeat.
 const CYCLE: usize = 9;
-/// The place of a cycle that is held out, and the one that chooses the ridge.
+/// The place in a cycle of the held-out pass, and of the pass that chooses the ridge.
 const HELD_OUT: usize = 4;
 const RIDGE: usize = 8;
 
-/// What the tokens of a pass are for.
+/// The purpose of a pass's tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Part {
     /// Fits.
     Fit,
-    /// The choice of each layer's ridge, and then its fit too.
+    /// The choice of each layer's ridge, then the fit with it.
     Ridge,
-    /// Losses and errors: of tokens that nothing is fitted to.
+    /// Losses and errors, on tokens that are not fitted to.
     HeldOut,
 }
 
-/// The passes over the windows of a calibration. Of nine passes one is held out, one chooses the ridge of the fits, and
-/// all but the former are fitted to; of fewer the last two.
+/// The passes over the windows of a calibration. Of every nine passes one is held out, and one chooses the ridge of the
+/// fits. All passes except the held-out pass are fitted to. With fewer than nine passes, the last pass is held out and
+/// the pass before it chooses the ridge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CalibrationPasses {
     length: usize,
@@ -35,39 +36,39 @@ pub struct CalibrationPasses {
 }
 
 impl CalibrationPasses {
-    /// Over so many windows of `length` tokens; those after the last whole pass are left out.
+    /// Divides `windows` windows of `length` tokens into passes; skips windows after the last whole pass.
     pub fn new(windows: usize, length: usize) -> Self {
         let batch = most_windows(length).min(windows / CYCLE).max(1);
         CalibrationPasses { length, batch, number: windows / batch }
     }
 
-    /// Returns the windows of a pass, and tokens of a window.
+    /// Returns the number of windows of a pass, and of tokens of a window.
     pub fn shape(&self) -> (usize, usize) {
         (self.batch, self.length)
     }
 
-    /// Returns the tokens of all passes.
+    /// Returns the number of tokens of all passes.
     pub fn tokens(&self) -> usize {
         self.number * self.pass()
     }
 
-    /// Returns the tokens on which sets of heads are searched in a layer of `width` query columns, where about
-    /// `search_tokens` are asked for.
+    /// Returns the number of tokens on which sets of heads are searched in a layer of `width` query columns, if about
+    /// `search_tokens` are requested.
     pub fn searched(&self, search_tokens: usize, width: usize) -> usize {
         self.number_searched(search_tokens, width) * self.pass()
     }
 
-    /// Returns the tokens of a pass.
+    /// Returns the number of tokens of a pass.
     pub fn pass(&self) -> usize {
         self.batch * self.length
     }
 
-    /// Returns the elements of a pass in a table with `width` columns and a row for each token.
+    /// Returns the range of a pass's elements in a table with `width` columns and a row for each token.
     pub(crate) fn elements(&self, pass: usize, width: usize) -> Range<usize> {
         pass * self.pass() * width..(pass + 1) * self.pass() * width
     }
 
-    /// Returns the places in a cycle of the passes that are held out, and that choose the ridge.
+    /// Returns the places in a cycle of the held-out pass, and of the pass that chooses the ridge.
     fn places(&self) -> (usize, usize) {
         match self.number < CYCLE {
             true => (self.number.saturating_sub(1), self.number.saturating_sub(2)),
@@ -75,7 +76,7 @@ impl CalibrationPasses {
         }
     }
 
-    /// Returns the number of passes that are held out.
+    /// Returns the number of held-out passes.
     pub(crate) fn held_out(&self) -> usize {
         (self.number + CYCLE - 1 - self.places().0) / CYCLE
     }
@@ -112,11 +113,11 @@ pub struct CalibrationTokens {
 }
 
 impl CalibrationTokens {
-    /// Returns the windows of `length` tokens for the model that `config` describes, of which sets of heads are
-    /// searched on about `search_tokens`; ids after the last whole pass are left out.
+    /// Returns the windows of `length` tokens for the model that `config` describes; skips ids after the last whole
+    /// pass. Sets of heads are searched on about `search_tokens` of the tokens.
     ///
     /// # Errors
-    /// Fails for a length that the model does not support, for fewer than three windows, and where fewer tokens are
+    /// Fails if the model does not support the length, if there are fewer than three windows, or if fewer tokens are
     /// fitted to than the width of all query heads.
     pub fn new(
         mut ids: Vec<u32>,
@@ -151,8 +152,8 @@ impl CalibrationTokens {
         Ok(CalibrationTokens { ids, texts: Vec::new(), search_tokens, passes })
     }
 
-    /// Returns the same windows, of several texts: `texts` has the number of each window's, of which losses are told
-    /// too.
+    /// Returns the same windows as windows of several texts, so that losses of each text are measured too. `texts` has
+    /// the number of each window's text.
     pub fn of_texts(self, texts: Vec<usize>) -> Self {
         CalibrationTokens { texts, ..self }
     }
@@ -162,8 +163,8 @@ impl CalibrationTokens {
         self.texts.iter().max().map_or(1, |last| last + 1)
     }
 
-    /// Returns the targets of a pass that are of one text, and their number: the token after each one of a window, none
-    /// of the last.
+    /// Returns the targets of a pass in one text, and their number. A token's target is the next token of its window;
+    /// the last token of a window has no target.
     pub(crate) fn targets(&self, pass: usize, text: usize) -> (Vec<u32>, usize) {
         let length = self.length();
         let first = pass * self.passes.batch;
@@ -182,17 +183,17 @@ impl CalibrationTokens {
         &self.ids
     }
 
-    /// Returns the ids of the windows that losses are of.
+    /// Returns the ids of the held-out windows.
     pub fn held_out(&self) -> Vec<u32> {
         self.passes.of(Part::HeldOut).flat_map(|pass| self.ids_of(pass)).copied().collect()
     }
 
-    /// Returns the tokens of a window.
+    /// Returns the number of tokens of a window.
     pub fn length(&self) -> usize {
         self.passes.length
     }
 
-    /// Returns the tokens on which sets of heads are searched.
+    /// Returns the number of tokens on which sets of heads are searched.
     pub fn search_tokens(&self) -> usize {
         self.search_tokens
     }
@@ -202,8 +203,9 @@ impl CalibrationTokens {
         &self.ids[pass * self.passes.pass()..][..self.passes.pass()]
     }
 
-    /// Returns the windows on which sets of heads are searched, in whole passes: one from each of equal parts of the
-    /// windows of fits. Its place differs from part to part, because windows of several texts may take turns.
+    /// Returns the windows on which sets of heads are searched, in whole passes: one window from each of equal parts of
+    /// the windows of fits. The window's place differs from part to part, because windows of several texts may take
+    /// turns.
     pub(crate) fn search_windows(&self, width: usize) -> Vec<usize> {
         let of_pass = |pass| pass * self.passes.batch..(pass + 1) * self.passes.batch;
         let all: Vec<usize> = self.passes.of(Part::Fit).flat_map(of_pass).collect();
@@ -262,7 +264,7 @@ pub(crate) mod tests {
             let tokens = CalibrationTokens::new(ids, 64, search_tokens, &config()).unwrap();
             tokens.search_windows(width)
         };
-        // 64 windows a pass, 26 passes, of which 3 are held out and 2 choose the ridge.
+        // 26 passes of 64 windows each: 3 passes are held out, and 2 choose the ridge.
         for (found, passes) in [
             (search(128, 32), 1),
             (search(128, 64 * 64 * 3), 3),

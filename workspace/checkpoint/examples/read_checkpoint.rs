@@ -1,5 +1,5 @@
-//! Reads the newest checkpoint of a run, whatever ranks have written it: the state of the run, and each tensor's root
-//! mean square with that of its last gradients, which AdamW's second moment estimates.
+//! Reads the newest checkpoint of a run, for any layout of ranks. Prints the state of the run and, for each tensor,
+//! the root mean squares of its weights and of its recent gradients, which AdamW's second moment estimates.
 //!
 //!     cargo run --release -p moh-checkpoint --example read_checkpoint -- runs/quickstart
 

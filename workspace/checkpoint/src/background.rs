@@ -1,16 +1,16 @@
-//! Work on a thread of its own, beside training.
+//! Work on a separate thread, at the same time as training.
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// The niceness of background threads: on a busy machine they get about a tenth of the time that a
-/// training thread gets, and all of it while training waits for them.
+/// The niceness of background threads: on a busy machine they get about a tenth of the time of a
+/// training thread. While training waits for them, they get all of the time.
 #[cfg(target_os = "linux")]
 const NICENESS: i32 = 10;
 
-/// Work on a thread of its own; dropping it waits for the thread.
+/// Work on a separate thread. Dropping it waits for the thread.
 #[derive(Debug)]
 pub(crate) struct Background<R> {
     result: Receiver<R>,
@@ -22,18 +22,18 @@ pub(crate) struct Background<R> {
 pub(crate) struct Panicked;
 
 impl<R: Send + 'static> Background<R> {
-    /// Starts `work` on a thread with a low priority. Fails if the system has no thread left; `work` is then dropped.
+    /// Starts `work` on a thread with a low priority. Fails if the system has no thread left. `work` is then dropped.
     pub(crate) fn start(name: &str, work: impl FnOnce() -> R + Send + 'static) -> io::Result<Self> {
         let (sender, result) = mpsc::sync_channel(1);
         let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
             lower_priority();
-            // The receiver is dropped only if nobody needs the result.
+            // The receiver is dropped only if the result is not needed.
             let _ = sender.send(work());
         })?;
         Ok(Background { result, thread: Some(thread) })
     }
 
-    /// Waits at most `limit` for the result; `None` while the work goes on. The result is returned once.
+    /// Waits at most `limit` for the result. Returns `None` while the work runs, and the result only once.
     pub(crate) fn wait(&mut self, limit: Duration) -> Option<Result<R, Panicked>> {
         let found = match self.result.recv_timeout(limit) {
             Ok(result) => Ok(result),
@@ -48,7 +48,7 @@ impl<R: Send + 'static> Background<R> {
 impl<R> Background<R> {
     fn join(&mut self) {
         if let Some(thread) = self.thread.take() {
-            // A panic is found by the missing result.
+            // A panic is reported by the missing result.
             let _ = thread.join();
         }
     }
@@ -62,7 +62,7 @@ impl<R> Drop for Background<R> {
 
 /// Lets other threads of the machine run before this one.
 pub(crate) fn lower_priority() {
-    // On Linux, threads have priorities of their own; elsewhere this would be the process's.
+    // On Linux, each thread has its own priority. Elsewhere this would set the process's.
     #[cfg(target_os = "linux")]
     // A system that refuses leaves the priority as it is.
     let _ = rustix::process::setpriority_process(None, NICENESS);

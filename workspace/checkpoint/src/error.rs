@@ -1,6 +1,6 @@
 //! The errors of this crate.
 
-/// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
+/// An error of this crate. Its message is one sentence: the problem, the place, and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file could not be read or written, or cannot be used.
@@ -18,7 +18,7 @@ pub enum Error {
     /// The configuration of a model cannot be used, or an export cannot be read.
     #[error(transparent)]
     Hf(#[from] moh_hf::Error),
-    /// Another rank failed, or the device.
+    /// Another rank or the device failed.
     #[error(transparent)]
     Step(#[from] moh_step::Error),
     /// The device failed.

@@ -1,5 +1,5 @@
-//! A checkpoint that is being written in the background: first the parts of all ranks, then, by the
-//! first rank, what makes it complete.
+//! A checkpoint that is being written in the background: first the parts of all ranks, then the manifest,
+//! which the first rank writes and which makes the checkpoint complete.
 //!
 //! The background threads use no collectives. The ranks agree on the progress at the ends of steps,
 //! where they exchange a few flags anyway, so that all of them know at the same step that a checkpoint
@@ -18,12 +18,12 @@ use crate::{Error, Result};
 type EncodedPart = Vec<u8>;
 /// Writes a rank's part.
 pub type WritePart = Box<dyn FnOnce() -> Result<EncodedPart> + Send>;
-/// Completes a checkpoint of these parts; returns a sentence for each later failure.
+/// Completes a checkpoint of these parts. Returns a sentence for each later failure.
 pub type CompleteCheckpoint = Box<dyn FnOnce(&[EncodedPart]) -> Result<Vec<String>, Cause> + Send>;
-/// Why a checkpoint could not be written or completed.
+/// The reason why a checkpoint could not be written or completed.
 type Cause = Box<dyn std::error::Error + Send + Sync>;
 
-/// What a rank's thread has done.
+/// The result of a rank's thread.
 #[derive(Debug)]
 enum Done {
     Part(EncodedPart),
@@ -50,13 +50,13 @@ pub struct ThreadFlags {
 /// The end of a checkpoint in flight, the same on all ranks.
 #[derive(Debug, PartialEq, Eq)]
 pub enum End {
-    /// It is complete; on the first rank with a sentence for each later failure.
+    /// It is complete. On the first rank with a sentence for each later failure.
     Complete(Vec<String>),
-    /// It has failed; on the first rank with the cause.
+    /// It has failed. On the first rank with the cause.
     Failed(String),
 }
 
-/// A checkpoint in flight; dropping it waits for this rank's thread.
+/// A checkpoint in flight. Dropping it waits for this rank's thread.
 pub struct Flight {
     /// The directory, for messages.
     path: PathBuf,
@@ -101,11 +101,11 @@ impl Flight {
         }
     }
 
-    /// Goes on as the ranks have agreed: `any` has the flags that are set on any rank after each of
-    /// them has called [`Self::wait`]. `None` if the checkpoint stays in flight.
+    /// Advances the flight as the ranks have agreed. `any` has the flags that are set on any rank after every
+    /// rank has called [`Self::wait`]. Returns `None` if the checkpoint stays in flight.
     ///
     /// # Errors
-    /// Fails if another rank has failed otherwise than with its checkpoint.
+    /// Fails if another rank has failed for a reason other than its checkpoint.
     pub fn advance<B: Backend>(
         &mut self,
         any: ThreadFlags,
@@ -137,13 +137,13 @@ impl Flight {
             Work::Ended(Ok(Done::Complete(warnings))) => {
                 Ok(Some(End::Complete(std::mem::take(warnings))))
             }
-            // The caller's flags would be set.
+            // With such a state, `any` has a flag that returns above.
             Work::Running(_) | Work::Ended(Err(_)) => Ok(None),
         }
     }
 }
 
-/// Starts a thread of a rank; a thread that cannot be started has failed.
+/// Starts a thread of a rank. A thread that cannot be started has failed.
 fn start(
     path: &std::path::Path,
     work: impl FnOnce() -> Result<Done, Cause> + Send + 'static,
@@ -154,7 +154,7 @@ fn start(
     }
 }
 
-/// Returns the cause on the first rank that has one; empty where the ranks' texts were not gathered.
+/// Returns the first rank's cause that is not empty. Returns an empty text where the causes were not gathered.
 fn first_cause(causes: &[Vec<u8>]) -> String {
     let found = causes.iter().enumerate().find(|(_, cause)| !cause.is_empty());
     found.map_or_else(String::new, |(rank, cause)| {
@@ -175,7 +175,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_millis(20);
 
-    /// Follows a flight to its end on each of `size` ranks, each a thread.
+    /// Follows a flight to its end on each of `size` ranks, which are threads.
     fn on_ranks<R: Send>(
         size: usize,
         start: impl Fn(usize) -> (Flight, R) + Sync,
@@ -197,7 +197,7 @@ mod tests {
         moh_files::unusable("disk".as_ref(), text).into()
     }
 
-    /// Returns a flight on rank `rank` of `size`, and what the first rank's completion was given.
+    /// Returns a flight on rank `rank` of `size`, and a receiver of the parts that the first rank's completion gets.
     fn flight(
         rank: usize,
         size: usize,

@@ -11,13 +11,13 @@ pub struct StageExtension {
     pub stage: String,
     /// Steps over all stages that were done when the stage grew.
     pub step: u64,
-    /// The stage's `tokens` until then.
+    /// The stage's `tokens` before that step.
     pub before: u64,
-    /// Its `tokens` from then on.
+    /// The stage's `tokens` from that step on.
     pub tokens: u64,
 }
 
-/// Steps of `stage`, as known after `step` steps over all stages.
+/// Returns the steps of `stage`, as known after `step` steps over all stages.
 pub fn steps_at(stage: &Stage, growth: &[StageExtension], step: u64) -> u64 {
     let own = || growth.iter().filter(|growth| growth.stage == stage.name);
     let first = own().map(|growth| growth.before).min().unwrap_or(stage.tokens);

@@ -2,12 +2,12 @@
 //!
 //! A checkpoint contains the exact f32 weights and both moments as safetensors under Hugging Face's
 //! names, with each rank's shard in its own files. Each rank lists its shards of tensors, with their
-//! position and hash, in a part; a manifest records the state of the run and the parts, so that other
-//! layouts of ranks can read the checkpoint, each rank only what it needs. The manifest's own hash is
-//! stored beside it. Each rank copies its state to the host's memory and writes it on a background thread
-//! to a temporary name; the first rank renames what is complete and synced. A checkpoint whose bytes are
-//! wrong is moved aside, and the one before it is used; any other failure to open one ends the program
-//! and changes nothing.
+//! position and hash, in a part. A manifest records the state of the run and the parts, so that other
+//! layouts of ranks can read the checkpoint: each rank reads only the shards that it needs. The
+//! manifest's own hash is stored beside it. Each rank copies its state to the host's memory and writes it
+//! on a background thread to a temporary name. The first rank renames the directory after every file is
+//! synced. If a checkpoint's bytes are wrong, it is moved aside, and the checkpoint before it is used.
+//! Any other failure to open a checkpoint ends the program and changes nothing.
 
 mod background;
 mod error;

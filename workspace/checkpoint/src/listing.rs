@@ -1,4 +1,4 @@
-//! The checkpoints of a run directory: complete and incomplete ones, and those that were moved aside.
+//! The checkpoints of a run directory: complete, incomplete, and moved aside.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use super::stored::read_manifest;
 use crate::{Error, Result, RunDirectory, RunState};
 use moh_files::unless_missing;
 
-/// Prefix of the names of checkpoints whose bytes are wrong.
+/// Prefix of the names of damaged checkpoints.
 pub(crate) const DAMAGED: &str = "damaged-step-";
 
 /// Prefix of the names of checkpoints after the step from which the run resumed.
@@ -32,28 +32,28 @@ pub struct ListedCheckpoint {
     pub step: u64,
     /// Whether the run can resume from it.
     pub condition: Condition,
-    /// The state of the run at its step, or why its manifest does not say. The tensors are not read.
+    /// The state of the run at its step, or the error of its manifest. The tensors are not read.
     pub state: Result<RunState>,
     /// Bytes of its files.
     pub bytes: u64,
-    /// When it was completed, if the file system knows.
+    /// The time at which it was completed, if the file system reports it.
     pub written: Option<SystemTime>,
 }
 
 /// Whether a run can resume from a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Condition {
-    /// It has its final name; its bytes are checked when it is used.
+    /// It has its final name. Its bytes are checked when it is used.
     Complete,
     /// Its bytes were found to be wrong, and it was renamed.
     Damaged,
     /// It was moved aside when the run resumed from an earlier one.
     MovedAside,
-    /// It was being written or removed when its process ended, or is so now.
+    /// It was being written or removed when its process ended, or a process is writing or removing it now.
     Unfinished,
 }
 
-/// Every checkpoint of `run`, by condition and step; changes nothing.
+/// Lists every checkpoint of `run`, by condition and step. Changes nothing.
 pub fn list(run: &RunDirectory) -> Result<Vec<ListedCheckpoint>> {
     let mut found = Vec::new();
     for path in entries(&run.checkpoints())? {
@@ -76,7 +76,7 @@ pub fn list(run: &RunDirectory) -> Result<Vec<ListedCheckpoint>> {
     Ok(found)
 }
 
-/// What a name in the directory of checkpoints says.
+/// Parses a name in the directory of checkpoints.
 fn condition(name: &str) -> Option<(Condition, u64)> {
     if let Some(step) = complete_step(name) {
         return Some((Condition::Complete, step));
@@ -96,12 +96,12 @@ pub(crate) fn complete_step(name: &str) -> Option<u64> {
     exact_number(name.strip_prefix("step-")?)
 }
 
-/// Returns the number that is written so: no sign, no leading zero.
+/// Parses a number without sign or leading zeros.
 pub(crate) fn exact_number(text: &str) -> Option<u64> {
     text.parse().ok().filter(|number: &u64| number.to_string() == text)
 }
 
-/// Returns the paths in a directory; none if it does not exist.
+/// Returns the paths in a directory. Empty if it does not exist.
 pub(crate) fn entries(directory: &Path) -> Result<Vec<PathBuf>> {
     let entries = unless_missing(directory, fs::read_dir(directory))?;
     entries
@@ -111,7 +111,7 @@ pub(crate) fn entries(directory: &Path) -> Result<Vec<PathBuf>> {
         .collect()
 }
 
-/// Returns the names in a directory, sorted; none if it does not exist.
+/// Returns the names in a directory, sorted. Empty if it does not exist.
 pub(crate) fn names(directory: &Path) -> Result<Vec<String>> {
     let paths = entries(directory)?.into_iter();
     let name = |path: PathBuf| Some(path.file_name()?.to_string_lossy().into_owned());

@@ -1,4 +1,4 @@
-//! A checkpoint's tensors into a model and its optimiser. Each data rank reads its shard, and the ranks
+//! Loads a checkpoint's tensors into a model and its optimiser. Each data rank reads its shard, and the ranks
 //! then exchange the weights, so that together they read every shard once.
 
 use moh_comm::Group;
@@ -8,8 +8,8 @@ use moh_step::OptimizerState;
 
 use crate::{ReadError, Result, StoredCheckpoint, TensorRequest};
 
-/// Fills this rank's shard of the model's weights and the optimiser's state. The tensors that are named in `added` are not
-/// in the checkpoint, and begin as zeros.
+/// Fills this rank's shard of the model's weights and the optimiser's state. The tensors named in `added` are not
+/// in the checkpoint and start as zeros.
 pub fn load<B: Backend + Clone, T: Element, M: Element>(
     stored: &StoredCheckpoint,
     model: &mut Model<B, T>,
@@ -60,7 +60,7 @@ mod tests {
         tiny_model(1, 22, false)
     }
 
-    /// Returns the part of a rank that shares the optimiser's state with `ranks - 1` others, of zeros.
+    /// Returns zeros for the part of a rank that shares the optimiser's state with `ranks - 1` other ranks.
     fn part(rank: usize, ranks: usize) -> (Model<Cpu, f32>, OptimizerState<Cpu, f32>) {
         let parallel = ModelParallel::whole(&config());
         let model = Model::zeros_of_part(Cpu, config(), 8, parallel, ranks).unwrap();

@@ -1,5 +1,5 @@
-//! The manifest of a checkpoint: the state of the run, and which ranks have written which tensors. A
-//! reader finds the parts that it needs here, and reads no others.
+//! The manifest of a checkpoint: the state of the run, and the rank that has written each tensor. A
+//! reader looks up the parts that it needs here, and reads no other parts.
 
 use std::collections::BTreeSet;
 
@@ -26,7 +26,7 @@ pub struct Manifest {
     pub config: Map<String, Value>,
     /// The names of all tensors, sorted.
     pub tensors: Vec<String>,
-    /// What each rank has written, in rank order.
+    /// The parts of all ranks, in rank order.
     pub parts: Vec<PartFile>,
 }
 
@@ -34,11 +34,11 @@ pub struct Manifest {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PartFile {
-    /// Its name in the checkpoint's directory.
+    /// The name of the file in the checkpoint's directory.
     pub file: String,
     /// blake3 of the file.
     pub blake3: String,
-    /// The tensors in it: start and end of ranges of the manifest's names, ascending.
+    /// The tensors in the part: start and end of ranges of the manifest's names, ascending.
     pub tensors: Vec<[usize; 2]>,
 }
 
@@ -80,40 +80,40 @@ fn ranges(numbers: &[usize]) -> Vec<[usize; 2]> {
     ranges
 }
 
-/// The state of a run: everything that resuming needs besides the tensors.
+/// The state of a run: everything that resuming needs except the tensors.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunState {
     /// Steps done, over all stages.
     pub step: u64,
-    /// The stage of the next step, from 0; the number of stages when all are done.
+    /// The stage of the next step, from 0. The number of stages when all are done.
     pub stage: usize,
     /// Steps done within that stage.
     pub stage_step: u64,
     /// Tokens trained on.
     pub tokens: u64,
-    /// Number of the next sample; it continues across stages.
+    /// Number of the next sample. It continues across stages.
     pub sample: u64,
-    /// The evaluations so far, except those of single steps.
+    /// The evaluations so far, except evaluations of single steps.
     pub evaluations: Vec<Evaluation>,
     /// The calibrations of conversions so far.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub calibrations: Vec<StageCalibration>,
-    /// What decides whether the next step is applied.
+    /// The state that decides whether the next step is applied.
     #[serde(default)]
     pub guard: GuardState,
-    /// Optimiser steps that the moments contain: those since they were zero.
+    /// Optimiser steps that the moments contain, counted since the moments were zero.
     pub moment_steps: u64,
     /// The stages that have become longer, in the order of the steps.
     pub growth: Vec<StageExtension>,
-    /// The measurements of the last step, if the run was stopped in the evaluation after it: neither it
-    /// nor its line of metrics is there yet.
+    /// The measurements of the last step, if the run was stopped in the evaluation after it. The
+    /// evaluation and the step's line of metrics are then missing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unevaluated: Option<Box<StepMetrics>>,
 }
 
 impl RunState {
-    /// Returns the steps whose lines of metrics are written.
+    /// Returns the number of steps that have a line of metrics.
     pub fn recorded_steps(&self) -> u64 {
         self.step - u64::from(self.unevaluated.is_some() && self.step > 0)
     }

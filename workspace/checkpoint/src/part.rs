@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::manifest::rank_file_name;
 
-/// The shards that a rank has written.
+/// The shards and files that a rank has written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RankPart {
@@ -20,9 +20,9 @@ pub struct RankPart {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorFile {
-    /// Its name in the checkpoint's directory.
+    /// The name of the file in the checkpoint's directory.
     pub file: String,
-    /// The dtype of its tensors, as safetensors names it.
+    /// The dtype of the tensors, as safetensors names it.
     pub dtype: String,
 }
 
@@ -30,23 +30,23 @@ pub struct TensorFile {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorEntry {
-    /// Its name.
+    /// The tensor's name.
     pub name: String,
     /// Shape of the whole tensor.
     pub shape: Vec<usize>,
-    /// The slice's indices in each dimension: start and end of ranges, in ascending order. Empty for
+    /// The slice's indices in each dimension: start and end of ranges, ascending. Empty for
     /// the whole tensor.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub slice: Vec<Vec<[usize; 2]>>,
-    /// Start and end of the shard's elements within the slice, in row-major order. The files store
-    /// them in the slice's shape if they are the whole slice, and as a list otherwise.
+    /// Start and end of the shard's elements within the slice, in row-major order. If the shard is the
+    /// whole slice, the files store the elements in the slice's shape, otherwise as a list.
     pub range: [usize; 2],
     /// blake3 of the shard's bytes in each of the part's files.
     pub blake3: [String; 3],
 }
 
 impl RankPart {
-    /// Returns the name of rank `rank`'s part of `size` in a checkpoint's directory.
+    /// Returns the file name of the part of rank `rank` of `size`.
     pub(super) fn file_name(rank: usize, size: usize) -> String {
         rank_file_name("tensors", "json", rank, size)
     }
@@ -57,7 +57,7 @@ impl RankPart {
 }
 
 impl TensorEntry {
-    /// Returns the slice of the tensor; `None` if it is invalid.
+    /// Returns the slice of the tensor, or `None` if the slice is invalid.
     pub(super) fn slice_of_tensor(&self) -> Option<Slice> {
         if self.slice.is_empty() {
             self.shape.iter().try_fold(1usize, |n, &extent| n.checked_mul(extent))?;
@@ -67,7 +67,7 @@ impl TensorEntry {
         Slice::new(self.shape.clone(), self.slice.iter().map(ranges).collect())
     }
 
-    /// Returns the stored shape; `None` if slice and range are invalid.
+    /// Returns the stored shape, or `None` if the slice or the range is invalid.
     pub(super) fn stored_shape(&self) -> Option<Vec<usize>> {
         let slice = self.slice_of_tensor()?;
         match self.range {

@@ -1,4 +1,4 @@
-//! How steps change the state of a run: shared by training and by the replay of a step.
+//! Changes of a run's state by its steps, shared by training and by the replay of a step.
 
 use crate::run_log::SkippedStep;
 use moh_kernels::{Backend, Element};
@@ -9,7 +9,7 @@ use moh_step::{OptimizerState, StepResult, Update};
 use crate::{Result, RunState, steps_at};
 
 impl RunState {
-    /// Begins a stage with zero moments; the first one has the moments of the model's run, if there are any.
+    /// Starts a stage with zero moments. The first stage keeps the moments that the initial model brought from its run.
     pub fn begin_stage<B: Backend, M: Element>(
         &mut self,
         optimizer: &mut OptimizerState<B, M>,
@@ -22,7 +22,7 @@ impl RunState {
         Ok(())
     }
 
-    /// How the next step, of `stage`, updates the weights.
+    /// Returns the update of the next step, which is a step of `stage`.
     pub fn next_update(&self, stage: &Stage, guard: &GuardOptions) -> Update {
         let steps = steps_at(stage, &self.growth, self.step);
         let schedule = Schedule::new(stage.learning_rate, steps);
@@ -48,7 +48,7 @@ impl RunState {
         self.tokens += stage.batch_tokens;
         self.sample += sequences;
         match result.skipped {
-            // It says nothing about the model.
+            // Such a step says nothing about the model.
             Some(SkipReason::NoTargets) => self.guard.skipped += 1,
             skipped => {
                 self.guard.count(skipped.is_some(), result.loss, result.grad_norm, guard.factor);
@@ -57,10 +57,10 @@ impl RunState {
         result.skipped.map(|reason| SkippedStep { reason, samples })
     }
 
-    /// Compares the counters with those of a run of `recipe` at this stage and step of it.
+    /// Compares the counters with the counters of a run of `recipe` at this stage and step.
     ///
     /// # Errors
-    /// Names a counter that such a run does not have.
+    /// Fails with the name of a counter that such a run cannot have.
     pub fn check(&self, recipe: &Recipe) -> Result<(), String> {
         let &RunState { stage, stage_step, .. } = self;
         let all = recipe.stages.len();
@@ -83,7 +83,7 @@ impl RunState {
                 ));
             }
         }
-        // Between stages they are the previous stage's, and those of the first one may begin with another run's.
+        // Between stages the moments are the previous stage's. The first stage may start with another run's moments.
         let most = match (stage_step, recipe.model.moments && stage <= 1) {
             (_, true) => u64::MAX,
             (0, false) => self.step,

@@ -1,4 +1,4 @@
-//! Finding the newest valid checkpoint, which the ranks judge together.
+//! Finds the newest valid checkpoint, on which the ranks agree.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,20 +16,20 @@ use crate::{Error, ReadError, Result, RunDirectory, StoredCheckpoint};
 /// Receives the new path of a damaged checkpoint and the damage, on the first rank.
 pub type OnDamage<'a> = &'a mut dyn FnMut(&Path, &Error);
 
-/// Returns the newest checkpoint with a valid manifest, the same on all ranks; its tensors are checked when they
-/// are read. Damaged ones are renamed to `damaged-step-N` and passed to `damaged`.
+/// Returns the newest checkpoint with a valid manifest, the same on all ranks. Its tensors are checked when they
+/// are read. Renames damaged checkpoints to `damaged-step-N` and passes them to `damaged`.
 ///
 /// # Errors
 /// Fails if a directory cannot be listed or renamed, if a checkpoint cannot be read or has another
-/// format, if only some ranks see its files, or if another rank has failed. The checkpoints are then
-/// unchanged.
+/// format, if only some ranks see its files, or if another rank has failed. On failure the
+/// checkpoints are unchanged.
 pub fn newest<B: Backend>(
     run: &RunDirectory,
     ranks: &mut Ranks<B>,
     damaged: OnDamage<'_>,
 ) -> Result<Option<StoredCheckpoint>> {
     loop {
-        // Steps count from 1, so 0 means none; f64 represents them exactly.
+        // Steps count from 1, so 0 stands for no checkpoint. f64 represents the steps exactly.
         let listed = || Ok(run.checkpoint_steps()?.last().copied().unwrap_or(0) as f64);
         let step = ranks.rank0_computes::<Error>(listed)? as u64;
         if step == 0 {
@@ -42,8 +42,8 @@ pub fn newest<B: Backend>(
     }
 }
 
-/// Returns the newest checkpoint whose bytes are good, the same on all ranks, which share the check of its
-/// hashes; `None` if no checkpoint is good. Changes nothing.
+/// Returns the newest checkpoint with good bytes, the same on all ranks. The ranks share the check of its
+/// hashes. Returns `None` if no checkpoint is good. Changes nothing.
 pub fn newest_good<B: Backend>(
     run: &RunDirectory,
     ranks: &mut Ranks<B>,
@@ -65,10 +65,10 @@ pub fn newest_good<B: Backend>(
     }
 }
 
-/// Returns the checkpoint of `step`, whose hashes the ranks check together.
+/// Returns the checkpoint of `step`. The ranks share the check of its hashes.
 ///
 /// # Errors
-/// Fails if there is none, if it is damaged, and otherwise as [`newest`]. Nothing is changed.
+/// Fails if the checkpoint is missing or damaged, and for the same reasons as [`newest`]. Nothing is changed.
 pub fn of_step<B: Backend>(
     run: &RunDirectory,
     ranks: &mut Ranks<B>,
@@ -79,16 +79,16 @@ pub fn of_step<B: Backend>(
     ranks.agree(found)
 }
 
-/// Checks every byte of the checkpoint of `step`: the inner error is its damage. Changes nothing.
+/// Checks every byte of the checkpoint of `step`. The inner error is its damage. Changes nothing.
 ///
 /// # Errors
-/// Fails if there is no such checkpoint, or if it cannot be read or has another format.
+/// Fails if the checkpoint is missing, cannot be read, or has another format.
 pub fn verify(run: &RunDirectory, step: u64) -> Result<Result<StoredCheckpoint>> {
     require(run, step)?;
     examine(run, &mut alone()?, step)
 }
 
-/// Fails, with the steps that there are, if the run has no checkpoint of `step`.
+/// Fails with a list of the existing steps if the run has no checkpoint of `step`.
 pub fn require(run: &RunDirectory, step: u64) -> Result<()> {
     let found = run.checkpoint_steps()?;
     if found.contains(&step) {
@@ -108,9 +108,8 @@ pub fn alone() -> Result<Ranks<Cpu>> {
     Ok(Ranks::new(Cpu, World::single().group().clone())?)
 }
 
-/// Opens a checkpoint and checks its hashes, which the ranks share. All ranks return the same verdict:
-/// the inner error says that bytes are wrong, and is [`Error::OtherRank`] where only another rank has
-/// found it.
+/// Opens a checkpoint and checks its hashes, which the ranks share. All ranks return the same verdict. The
+/// inner error says that bytes are wrong. Where only another rank has found the damage, the error says so.
 fn examine<B: Backend>(
     run: &RunDirectory,
     ranks: &mut Ranks<B>,
@@ -128,8 +127,8 @@ fn examine<B: Backend>(
     })
 }
 
-/// What this rank has read of the checkpoint of `step`; `None` on all ranks if one of them has found its
-/// bytes wrong, and the checkpoint is then renamed.
+/// Returns the data in `read`, which this rank has read from the checkpoint of `step`. If any rank has found
+/// wrong bytes, renames the checkpoint and returns `None` on all ranks.
 pub fn quarantine_if_damaged<B: Backend, R>(
     run: &RunDirectory,
     ranks: &mut Ranks<B>,
@@ -156,7 +155,7 @@ fn damaged_elsewhere(directory: &Path) -> Error {
     moh_files::unusable(&directory.join(MANIFEST), "another rank found a damaged file").into()
 }
 
-/// Returns what this rank has found, if the ranks together can tell whether the bytes are good.
+/// Returns this rank's `read` if the ranks together can tell whether the bytes are good.
 fn agree_on_damage<B: Backend, R>(
     ranks: &mut Ranks<B>,
     directory: &Path,
@@ -187,11 +186,11 @@ fn agree_on_damage<B: Backend, R>(
     })
 }
 
-/// Renames the checkpoints after `step` to `aside-step-N`, from which the run does not resume; returns the new paths.
+/// Renames the checkpoints after `step` to `aside-step-N`, so that no run resumes from them. Returns the new paths.
 pub fn set_aside_later(run: &RunDirectory, step: u64) -> Result<Vec<PathBuf>> {
     let steps = run.checkpoint_steps()?;
     let mut renamed = Vec::new();
-    // From the newest on, so that those that are left are always the first ones.
+    // Newest first: after an interruption the remaining checkpoints are the earliest ones.
     for later in steps.into_iter().rev().take_while(|&later| later > step) {
         let aside = free_name(run, ASIDE, later);
         rename(run, later, &aside)?;
@@ -200,7 +199,7 @@ pub fn set_aside_later(run: &RunDirectory, step: u64) -> Result<Vec<PathBuf>> {
     Ok(renamed)
 }
 
-/// Returns a free name for a checkpoint that is set aside, beside earlier ones of its step.
+/// Returns a free name for a checkpoint that is moved aside, next to earlier ones of the same step.
 fn free_name(run: &RunDirectory, prefix: &str, step: u64) -> PathBuf {
     first_free_suffixed(|suffix| run.checkpoints().join(format!("{prefix}{step}{suffix}")))
 }

@@ -1,34 +1,34 @@
-//! Why a checkpoint cannot be used, and whether its bytes are proven to be wrong.
+//! Reasons why a checkpoint cannot be used, and whether its bytes are proven to be wrong.
 
 use std::io::{self, ErrorKind};
 use std::path::Path;
 
 use crate::Error;
 
-/// A reason not to use a checkpoint. Only damage on the disk is a reason to use an older one: after a
-/// failure of any other kind the checkpoint may be good, and the run must not lose it.
+/// A reason not to use a checkpoint. Only damage on the disk is a reason to use an older checkpoint: after any
+/// other failure the checkpoint may be good, and the run must not lose it.
 #[derive(Debug)]
 pub enum ReadError {
-    /// A hash, a length or a content is wrong.
+    /// A hash, a length or content is wrong.
     Damaged(Error),
-    /// A file is missing here. It is damage if all ranks miss it.
+    /// A file is missing on this rank. If all ranks miss it, the checkpoint is damaged.
     Missing(Error),
-    /// Nothing is known of the bytes: they cannot be read, or another version wrote them.
+    /// The state of the bytes is unknown: they cannot be read, or another version wrote them.
     Unusable(Error),
 }
 
 impl ReadError {
-    /// What is wrong with the bytes of the file at `path`.
+    /// Creates the error of a damaged file at `path`.
     pub(super) fn damaged(path: &Path, reason: impl Into<String>) -> ReadError {
         ReadError::Damaged(moh_files::unusable(path, reason).into())
     }
 
-    /// Why the file at `path` is of no use here.
+    /// Creates the error of a file at `path` that cannot be used here.
     pub(super) fn unusable(path: &Path, reason: impl Into<String>) -> ReadError {
         moh_files::unusable(path, reason).into()
     }
 
-    /// For `map_err`: classifies an I/O error of the file at `path`.
+    /// Classifies an I/O error of the file at `path`, for `map_err`.
     pub(super) fn io(path: &Path) -> impl Fn(io::Error) -> ReadError + '_ {
         |error| {
             let kind = error.kind();

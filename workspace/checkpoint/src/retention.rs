@@ -1,4 +1,4 @@
-//! Which checkpoints of a run are kept, and the removal of the others.
+//! Selects the checkpoints of a run that are kept, and removes the others.
 
 use std::fs;
 
@@ -22,7 +22,7 @@ pub fn superseded(run: &RunDirectory, retention: &CheckpointOptions) -> Result<V
     Ok(steps)
 }
 
-/// As [`superseded`], without the newest checkpoint whose bytes are good, which is searched by reading
+/// Returns the same steps as [`superseded`], except the newest checkpoint with good bytes, which is searched
 /// from the newest on. Empty if no checkpoint is good.
 pub fn superseded_by_good(run: &RunDirectory, retention: &CheckpointOptions) -> Result<Vec<u64>> {
     let mut steps = superseded(run, retention)?;

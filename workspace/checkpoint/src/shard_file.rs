@@ -1,6 +1,6 @@
 //! A safetensors file of a rank's shards, written and hashed chunk by chunk from a [`Snapshot`].
 //!
-//! The bytes are those of crate `safetensors`: tensors of one type in the order of their names.
+//! The bytes equal the output of crate `safetensors`: tensors of one type in the order of their names.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -23,9 +23,9 @@ const SHARED_BYTES: usize = 128 << 10;
 // The snapshot's bytes are written as they are in memory.
 const _: () = assert!(cfg!(target_endian = "little"), "safetensors files are little-endian");
 
-/// The elements of one kind, as they are stored in a file.
+/// The elements of one kind, as a file stores them.
 enum Elements<'a> {
-    /// As they are in memory.
+    /// Elements in their format in memory.
     Stored { bytes: &'a [u8], dtype: DType },
     /// f32 weights, joined from bf16 weights and remainders into `joined`, chunk by chunk.
     Split { weights: &'a [bf16], remainder: &'a [i16], joined: Vec<f32> },
@@ -74,8 +74,8 @@ impl<'a> Elements<'a> {
     }
 }
 
-/// A file that has been written: the type of its elements and the hash of each tensor's bytes, in the
-/// order of the snapshot's tensors.
+/// A written file: the type of its elements and the hash of each tensor's bytes, in the order of the
+/// snapshot's tensors.
 pub(super) struct WrittenFile {
     pub dtype: DType,
     pub hashes: Vec<blake3::Hash>,
@@ -116,14 +116,14 @@ pub(super) fn write<T: Element, M: Element>(
     Ok(WrittenFile { dtype, hashes })
 }
 
-/// Consecutive ranges of at most `len` elements.
+/// Splits a range into consecutive ranges of at most `len` elements.
 fn chunks(range: &Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> + use<> {
     let end = range.end;
     range.clone().step_by(len).map(move |start| start..(start + len).min(end))
 }
 
 impl ShardTensor {
-    /// Returns the shape in a file: the slice's if the elements are the whole slice, and that of a list
+    /// Returns the shape in a file: the slice's shape if the elements are the whole slice, and a list's shape
     /// otherwise.
     pub(super) fn stored_shape(&self) -> Vec<usize> {
         match self.range {
@@ -144,7 +144,7 @@ mod tests {
     use super::*;
     use moh_testkit::tiny_model;
 
-    /// Returns a model whose embedding fills more than a chunk.
+    /// Returns the layout of a model with an embedding larger than a chunk.
     fn layout(ranks: usize) -> ModelLayout {
         let config = tiny_model(1, 300_000, true);
         ModelLayout::of_part(&config, ranks, &ModelPart::whole(&config))

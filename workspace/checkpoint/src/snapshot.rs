@@ -1,8 +1,7 @@
-//! A copy of a rank's state in the host's memory, from which a checkpoint is written while training
-//! goes on.
+//! A copy of a rank's state in the host's memory, from which a checkpoint is written during training.
 //!
-//! The copy has the device's element types: conversion to the types of the files is the writer's work.
-//! Its buffers are allocated once, and their size is part of a plan ([`staging_bytes`]).
+//! The copy has the device's element types. The writer converts them to the types of the files. The
+//! buffers are allocated once, and a plan includes their size ([`staging_bytes`]).
 
 use std::ops::Range;
 
@@ -43,8 +42,8 @@ pub(super) struct ShardTensors {
 }
 
 impl ShardTensors {
-    /// Returns the tensors of `layout` in `shard`. A tensor that several ranks replicate is written by the rank
-    /// where it counts.
+    /// Returns the tensors of `layout` in `shard`. If several ranks replicate a tensor, the rank where it
+    /// counts writes it.
     pub(super) fn new(layout: &ModelLayout, shard: Shard) -> Self {
         let mut found = ShardTensors { tensors: Vec::new(), runs: Vec::new(), len: 0 };
         for (flat, segment) in layout.segments().filter(|(_, segment)| segment.counted) {
@@ -73,8 +72,8 @@ impl ShardTensors {
     }
 }
 
-/// Returns the bytes of the host's memory that a [`Snapshot`] of a rank takes, and the writer beside it, with
-/// weights of type `T` and moments of type `M`.
+/// Returns the bytes of the host's memory that a rank's [`Snapshot`] and its writer need, with weights of type `T`
+/// and moments of type `M`.
 pub fn staging_bytes<T: Element, M: Element>(layout: &ModelLayout, shard: Shard) -> u64 {
     let remainder = if T::DTYPE == bf16::DTYPE { size_of::<i16>() } else { 0 };
     let element = size_of::<T>() + remainder + 2 * size_of::<M>();
@@ -93,8 +92,8 @@ pub struct Snapshot<T: Element, M: Element> {
 }
 
 impl<T: Element, M: Element> Snapshot<T, M> {
-    /// Allocates the buffers for `shard` of the tensors in `layout`, and writes to them once, so that
-    /// the first copy does not wait for the system to find memory.
+    /// Allocates the buffers for `shard` of the tensors in `layout`. Writes to them once, so that the first
+    /// copy does not wait for the system to map memory.
     pub fn new(layout: &ModelLayout, shard: Shard) -> Result<Self> {
         let shard = ShardTensors::new(layout, shard);
         let len = shard.len;
@@ -108,8 +107,8 @@ impl<T: Element, M: Element> Snapshot<T, M> {
         })
     }
 
-    /// Copies the state from the device, on the CPU with all threads. The weights must be complete, and
-    /// `model` and `optimizer` of the layout and shard that the buffers were allocated for.
+    /// Copies the state from the device, on the CPU with all threads. The weights must be complete. `model` and
+    /// `optimizer` must have the layout and shard for which the buffers were allocated.
     pub fn copy<B: Backend>(
         &mut self,
         model: &Model<B, T>,
@@ -126,7 +125,7 @@ impl<T: Element, M: Element> Snapshot<T, M> {
     }
 }
 
-/// Zeros of the host's memory, every page of which has been written.
+/// Returns zeros in the host's memory, with every page written.
 fn touched<S: Scalar>(len: usize) -> Result<Vec<S>> {
     let mut buffer = Cpu.allocate(len)?;
     Cpu.zero(&mut buffer)?;

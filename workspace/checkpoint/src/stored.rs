@@ -1,5 +1,5 @@
-//! A checkpoint on disk. A reader opens only the parts and files with the tensors that it needs:
-//! the bytes that all ranks read together grow with the checkpoint and not with the number of ranks.
+//! A checkpoint on disk. A reader opens only the parts and files with the tensors that it needs: the
+//! total bytes that all ranks read grow with the checkpoint, not with the number of ranks.
 
 use std::fs;
 use std::ops::Range;
@@ -20,19 +20,19 @@ use super::{MANIFEST, MANIFEST_HASH, MAX_TEXT_BYTES};
 use crate::Result;
 use crate::run_directory::RunDirectory;
 
-/// A checkpoint whose manifest is valid.
+/// A checkpoint with a valid manifest.
 #[derive(Debug)]
 pub struct StoredCheckpoint {
     directory: PathBuf,
     manifest: Manifest,
-    /// The parts of the manifest that have been read.
+    /// The parts of the manifest, read on first use.
     parts: Vec<OnceLock<RankPart>>,
     files: OpenFiles,
-    /// The part that is looked into first.
+    /// The part that is searched first.
     nearest: usize,
 }
 
-/// Elements of a tensor: a range of those of a slice.
+/// Elements of a tensor: a range of a slice's elements.
 #[derive(Debug, Clone)]
 pub struct TensorRequest<'a> {
     /// The tensor's name.
@@ -44,7 +44,7 @@ pub struct TensorRequest<'a> {
 }
 
 impl StoredCheckpoint {
-    /// Opens the run's checkpoint after `step` steps; its tensors are checked when they are read.
+    /// Opens the run's checkpoint after `step` steps. Its tensors are checked when they are read.
     pub fn of_step(run: &RunDirectory, step: u64) -> Result<Self> {
         Ok(Self::open(&run.checkpoint(step), step)?)
     }
@@ -57,13 +57,13 @@ impl StoredCheckpoint {
         Ok(StoredCheckpoint { directory, manifest, parts, files: OpenFiles::default(), nearest: 0 })
     }
 
-    /// Reads the parts at `reader`'s relative position first; with the same layout these are its own.
+    /// Searches the part at `reader`'s relative position first. With the same layout, it is the reader's own part.
     pub fn read_by(mut self, reader: Shard) -> Self {
         self.nearest = reader.rank * self.parts.len() / reader.size;
         self
     }
 
-    /// Its manifest.
+    /// Returns the manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
@@ -79,7 +79,7 @@ impl StoredCheckpoint {
         Err(moh_files::unusable(&self.path(), format!("contains no {name}")).into())
     }
 
-    /// Refuses a configuration whose weights would not fit in the files.
+    /// Rejects a configuration that has more weights than the files can contain.
     pub(crate) fn check_size(&self, config: &ModelConfig) -> Result<()> {
         let needed = config.num_parameters().saturating_mul(size_of::<f32>() as u64);
         let mut stored = 0u64;
@@ -113,7 +113,7 @@ impl StoredCheckpoint {
         Ok(self.read(kind, &wanted, out)?)
     }
 
-    /// Reads a weight in f32 as an export of type `dtype` has it: rounded.
+    /// Reads a weight in f32, rounded to the type `dtype` of an export.
     pub fn read_exported(&self, dtype: DType, name: &str, out: &mut [f32]) -> Result<()> {
         self.read_f32(TensorKind::Weight, name, out)?;
         dtype.round(out);
@@ -125,7 +125,7 @@ impl StoredCheckpoint {
         Ok(self.check_share(Shard { rank: 0, size: 1 })?)
     }
 
-    /// As [`StoredCheckpoint::verify`], a share of every part's tensors.
+    /// Checks a share of every part's tensors, as [`StoredCheckpoint::verify`] checks all tensors.
     pub(super) fn check_share(&self, share: Shard) -> Result<(), ReadError> {
         for index in 0..self.parts.len() {
             let part = self.part(index)?;
@@ -138,7 +138,7 @@ impl StoredCheckpoint {
         Ok(())
     }
 
-    /// As [`StoredCheckpoint::read_f32`], for a part of a tensor.
+    /// Reads a part of a tensor as f32, from any number of shards.
     pub fn read_part(
         &self,
         kind: TensorKind,
@@ -148,7 +148,7 @@ impl StoredCheckpoint {
         Ok(self.read(kind, wanted, out)?)
     }
 
-    /// Reads elements of a tensor as f32 into `out`, which has their number.
+    /// Reads elements of a tensor as f32 into `out`, which must have their number.
     pub(super) fn read(
         &self,
         kind: TensorKind,
@@ -204,7 +204,7 @@ impl StoredCheckpoint {
         all.filter(move |&index| has_it(&parts[index]))
     }
 
-    /// Returns the slice of a shard's tensor, whose range lies in it.
+    /// Returns the slice of a shard's tensor. Fails if the shard's range does not lie in the slice.
     fn slice(&self, entry: &TensorEntry) -> Result<Slice, ReadError> {
         let slice = entry.stored_shape().and_then(|_| entry.slice_of_tensor());
         slice.ok_or_else(|| {
@@ -213,7 +213,7 @@ impl StoredCheckpoint {
         })
     }
 
-    /// One part, read when it is first asked for.
+    /// Returns a part, read on first use.
     fn part(&self, index: usize) -> Result<&RankPart, ReadError> {
         let known = &self.parts[index];
         if let Some(part) = known.get() {
@@ -228,7 +228,7 @@ impl StoredCheckpoint {
     }
 }
 
-/// The format version of a manifest, whatever else it contains.
+/// The format version of a manifest. Other fields are ignored.
 #[derive(serde::Deserialize)]
 struct Version {
     format: u32,
@@ -283,7 +283,7 @@ fn read_text(path: &Path) -> Result<Vec<u8>, ReadError> {
     moh_files::read(path).map_err(ReadError::io(path))
 }
 
-/// Refuses names with a directory in them, which would leave the checkpoint.
+/// Rejects names that contain a directory and could point outside the checkpoint.
 fn check_names<'a>(path: &Path, names: impl Iterator<Item = &'a String>) -> Result<(), ReadError> {
     for name in names {
         if Path::new(name).file_name() != Some(name.as_ref()) {

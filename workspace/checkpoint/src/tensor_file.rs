@@ -1,4 +1,4 @@
-//! The safetensors files of a checkpoint, opened when a tensor of theirs is read.
+//! The safetensors files of a checkpoint. A file is opened when one of its tensors is read.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom};
@@ -12,12 +12,12 @@ use safetensors::tensor::{Dtype, Metadata};
 use super::MAX_TEXT_BYTES;
 use crate::{RankPart, ReadError, TensorEntry, TensorFile};
 
-/// Files that are open at a time: those of a few ranks.
+/// Maximum number of open files: the files of a few ranks.
 const MAX_OPEN: usize = 48;
 
 #[derive(Debug, Default)]
 pub(super) struct OpenFiles {
-    /// The one that was used last at the end.
+    /// The most recently used file is last.
     open: Mutex<Vec<Arc<OpenFile>>>,
 }
 
@@ -33,7 +33,7 @@ struct OpenFile {
 }
 
 impl OpenFiles {
-    /// Reads the elements of a kind of a shard in `directory` as f32, and checks their hash.
+    /// Reads the elements of a shard of one kind in `directory` as f32, and checks their hash.
     pub(super) fn read(
         &self,
         directory: &Path,
@@ -53,7 +53,7 @@ impl OpenFiles {
         }
     }
 
-    /// Returns the type of these elements and their bytes, which have their hash.
+    /// Returns the type and the bytes of these elements, and checks their hash.
     pub(super) fn bytes(
         &self,
         directory: &Path,
@@ -66,7 +66,7 @@ impl OpenFiles {
     }
 
     fn open(&self, path: &Path) -> Result<Arc<OpenFile>, ReadError> {
-        // A list of whole elements, whatever panicked.
+        // The list is valid even after a panic.
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         let file = match open.iter().position(|file| file.path == path) {
             Some(index) => open.remove(index),
@@ -102,7 +102,7 @@ impl OpenFile {
         Ok(OpenFile { path: path.to_owned(), file, metadata, start, data_len: length - start })
     }
 
-    /// Returns a shard's dtype, which is `described`, and bytes, which have the hash `blake3`.
+    /// Returns a shard's dtype, which must be `described`, and its bytes, which must have the hash `blake3`.
     fn bytes(
         &self,
         described: &str,
@@ -136,7 +136,7 @@ impl OpenFile {
     }
 }
 
-/// Returns the elements of the two types that checkpoints contain.
+/// Converts the elements of the two types that checkpoints contain.
 fn to_f32(dtype: Dtype, bytes: &[u8]) -> Option<Vec<f32>> {
     match dtype {
         Dtype::BF16 => Some(

@@ -1,4 +1,4 @@
-//! Writing a checkpoint: to a temporary name, synced, then renamed. The functions run on a background
+//! Writes a checkpoint: to a temporary name, synced, then renamed. The functions run on a background
 //! thread of each rank and use no collectives.
 
 use std::ops::Range;
@@ -22,8 +22,8 @@ use crate::{Error, Result};
 /// Maximum threads of a rank that convert and hash a checkpoint's bytes.
 const MAX_THREADS: usize = 4;
 
-/// Creates the directory in which all ranks write the checkpoint of `step`, and removes what an earlier
-/// attempt has left there. Dropping the result removes the directory, unless [`publish`] has renamed it.
+/// Creates the directory in which all ranks write the checkpoint of `step`, and removes the files of an
+/// earlier attempt. Dropping the result removes the directory, unless [`publish`] has renamed it.
 pub fn begin(run: &RunDirectory, step: u64) -> Result<PendingDirectory> {
     let all = run.checkpoints();
     moh_files::create_directory(&all).map_err(moh_files::io(&all))?;
@@ -40,7 +40,7 @@ fn folder(run: &RunDirectory, step: u64) -> PathBuf {
 type WrittenPart = (String, String, Vec<String>);
 
 /// Writes the files of rank `rank` of `size`, and the list of its tensors, into the directory that
-/// [`begin`] has created; returns what [`publish`] needs to know of them.
+/// [`begin`] has created. Returns the description of the part for [`publish`].
 pub fn write_part<T: Element, M: Element>(
     run: &RunDirectory,
     step: u64,
@@ -74,7 +74,7 @@ pub fn write_part<T: Element, M: Element>(
     Ok(serde_json::to_vec(&written).map_err(|error| moh_files::io(&folder)(error.into()))?)
 }
 
-/// Refuses weights of a run that has diverged.
+/// Rejects weights that are not finite, of a run that has diverged.
 fn check_finite<T: Element, M: Element>(
     folder: &Path,
     snapshot: &Snapshot<T, M>,
@@ -89,7 +89,7 @@ fn check_finite<T: Element, M: Element>(
     Ok(())
 }
 
-/// Returns the entry of a tensor, which lacks the hashes.
+/// Returns the entry of a tensor, without the hashes.
 fn entry(tensor: &ShardTensor) -> TensorEntry {
     let segment = &tensor.segment;
     let bounds =
@@ -122,7 +122,7 @@ pub fn publish(
         written.push(part.map_err(|error| moh_files::io(&folder)(error.into()))?);
     }
     for (file, _, _) in &written {
-        // A directory that is not shared has the first rank's files alone.
+        // If the directory is not shared, it contains only the first rank's files.
         let path = folder.join(file);
         fs::metadata(&path).map_err(moh_files::io(&path))?;
     }
@@ -132,7 +132,7 @@ pub fn publish(
     Ok(pending.publish().map_err(moh_files::io(&place))?)
 }
 
-/// Writes a value as JSON that a reader takes; returns the hash of the text.
+/// Writes a value as JSON within the readers' size limit. Returns the hash of the text.
 fn write_text(path: &Path, value: &impl Serialize) -> Result<blake3::Hash> {
     let io = moh_files::io(path);
     let text = serde_json::to_vec(value).map_err(|error| io(error.into()))?;

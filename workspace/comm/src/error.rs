@@ -1,5 +1,5 @@
-//! Errors between processes. A [`Fault`] ends the job: every rank reports the same one. The other
-//! errors concern one call on one rank.
+//! Errors between processes. A [`Fault`] ends the job, and every rank reports the same fault. Any other
+//! error is about a single call on a single rank.
 
 use std::fmt::Display;
 
@@ -8,15 +8,15 @@ use serde::{Deserialize, Serialize};
 /// The result of this crate's fallible functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why the job ended; it is sent to all processes.
+/// The reason why the job ended. It is sent to all processes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum Fault {
-    /// A rank that ended with an error, which it reports itself.
+    /// A rank that ended with an error. The rank also reports the error itself.
     #[error("{who} failed: {reason}")]
     Failed {
         /// The rank and its process.
         who: String,
-        /// Its error.
+        /// The rank's error.
         reason: String,
     },
     /// Ranks that did not arrive, differ, died or wait for each other.
@@ -46,7 +46,7 @@ pub enum Error {
     /// The fault that ended the job.
     #[error(transparent)]
     Fault(#[from] Fault),
-    /// One call failed: its arguments or surroundings are invalid, or an engine or the system failed.
+    /// A call failed: its arguments or surroundings are invalid, or an engine or the system failed.
     #[error("{0}")]
     Call(String),
     /// A device error.
@@ -60,7 +60,7 @@ impl Error {
     }
 }
 
-/// `rank 3`, or `ranks 1, 3-5`.
+/// Formats ranks, as in `rank 3` or `ranks 1, 3-5`.
 pub(crate) fn ranks(ranks: &[usize]) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for &rank in ranks {

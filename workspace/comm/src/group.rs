@@ -12,12 +12,12 @@ use crate::{Error, Reduce, Result};
 
 /// A group of ranks. Clones are the same group.
 ///
-/// All ranks call the same operations of a group in the same order, with views of the same length.
-/// On a GPU an operation is ordered with the operators, after the earlier ones and before the later
-/// ones, and the call returns at once. In a group of one rank every operation does nothing.
+/// All ranks call the same operations of a group in the same order, with views of the same length. On a GPU an
+/// operation runs after the earlier operators and before the later operators, and the call returns at once. In a group
+/// of a single rank, every operation does nothing.
 ///
-/// # Errors
-/// Every operation fails with [`Error::Fault`] once the job has ended, and fails if ranks or lengths do not fit the group.
+/// # Errors Every operation fails with [`Error::Fault`] once the job has ended, and fails if ranks or lengths do not
+/// fit the group.
 #[derive(Clone)]
 pub struct Group {
     inner: Arc<Inner>,
@@ -27,7 +27,7 @@ struct Inner {
     name: Arc<str>,
     rank: usize,
     size: usize,
-    /// `None` in a group of one.
+    /// `None` in a group of a single rank.
     engine: Option<Arc<dyn Engine>>,
     health: Arc<Health>,
     operations: AtomicU64,
@@ -52,7 +52,7 @@ impl Group {
         self.inner.engine.as_ref()
     }
 
-    /// This rank's number in the group.
+    /// Returns this rank's number in the group.
     pub fn rank(&self) -> usize {
         self.inner.rank
     }
@@ -67,8 +67,8 @@ impl Group {
         &self.inner.name
     }
 
-    /// Replaces the elements by their sum, or maximum, over the ranks; any length is valid. In host
-    /// memory sums are taken in rank order, so they are reproducible; bf16 is summed in f32 and
+    /// Replaces the elements by their sum or maximum over the ranks. Any length is valid. In host
+    /// memory, sums are reproducible, since they are in rank order. bf16 is summed in f32 and
     /// rounded once.
     pub fn all_reduce<B: Memory, S: Scalar>(
         &self,
@@ -79,7 +79,7 @@ impl Group {
     }
 
     /// Reduces in place: `whole` is divided into equal chunks, one per rank. This rank's chunk
-    /// becomes the reduction of all ranks' chunks of the same index; the other chunks are undefined
+    /// becomes the reduction of all ranks' chunks with the same index. The other chunks are undefined
     /// afterwards.
     pub fn reduce_scatter<B: Memory, S: Scalar>(
         &self,
@@ -94,7 +94,7 @@ impl Group {
     }
 
     /// Gathers in place: `whole` is divided into equal chunks, one per rank. Every rank receives
-    /// each chunk from the rank of that number.
+    /// each chunk from the rank with its number.
     pub fn all_gather<B: Memory, S: Scalar>(&self, whole: B::ViewMut<'_, S>) -> Result<()> {
         self.run("all_gather", |engine| {
             let whole = B::region_mut(whole);
@@ -114,8 +114,8 @@ impl Group {
     }
 
     /// Sends to rank `to` of the group, without waiting for the receive. Tags distinguish messages
-    /// between the same two ranks that are received out of order; NCCL ignores tags and matches
-    /// messages by order alone. Portable tags are below 32,768.
+    /// between the same two ranks that are received out of order. NCCL ignores tags and matches
+    /// messages only by their order. Portable tags are below 32,768.
     pub fn send<B: Memory, S: Scalar>(
         &self,
         view: B::View<'_, S>,
@@ -126,13 +126,13 @@ impl Group {
         self.run("send", |engine| engine.send(B::region(view), to, tag))
     }
 
-    /// Allocates memory for `messages` messages of `bytes` bytes each in flight, so that sends
-    /// allocate none. All groups of the process share it.
+    /// Allocates memory for `messages` messages of `bytes` bytes each in flight, so that sends do not
+    /// allocate memory. All groups of the process share it.
     pub fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<()> {
         self.engine().map_or(Ok(()), |engine| engine.reserve_sends(messages, bytes))
     }
 
-    /// Receives the next message of rank `from` of the group with this tag. Messages with one tag
+    /// Receives the next message of rank `from` of the group with this tag. Messages with the same tag
     /// arrive in the order in which they were sent.
     pub fn recv<B: Memory, S: Scalar>(
         &self,
@@ -149,7 +149,7 @@ impl Group {
         self.run("barrier", |engine| engine.barrier().map(|()| None))
     }
 
-    /// [`Group::reduce_scatter`] of a whole buffer, overlapped with later work on the device if the
+    /// Starts [`Group::reduce_scatter`] of a whole buffer, overlapped with later work on the device if the
     /// engine supports it.
     pub fn start_reduce_scatter<B: Memory, S: Scalar>(
         &self,
@@ -164,7 +164,7 @@ impl Group {
         Ok(Pending::new(buffer, ticket, "reduce_scatter"))
     }
 
-    /// [`Group::all_gather`] of a whole buffer, overlapped with later work on the device if the
+    /// Starts [`Group::all_gather`] of a whole buffer, overlapped with later work on the device if the
     /// engine supports it.
     pub fn start_all_gather<B: Memory, S: Scalar>(
         &self,
@@ -178,14 +178,14 @@ impl Group {
         Ok(Pending::new(buffer, ticket, "all_gather"))
     }
 
-    /// Splits the group; every rank must call it. Ranks with the same colour form a group, ordered
-    /// by key, then by rank in this group; ranks without a colour join none.
+    /// Splits the group. Every rank must call it. Ranks with the same colour form a group, ordered
+    /// by key, then by rank in this group. A rank without a colour joins no group.
     ///
     /// # Errors
-    /// As for every operation of a group; fails also if colour or key is 2^31 or more.
+    /// Fails for the same reasons as every operation of a group, and if colour or key is 2^31 or more.
     pub fn split(&self, name: &str, color: Option<usize>, key: usize) -> Result<Option<Group>> {
         let checked = |value: usize| {
-            // Open MPI takes colours and keys as C's int.
+            // Open MPI represents colours and keys as C's int.
             let value = u32::try_from(value).ok().filter(|&value| value <= i32::MAX as u32);
             let reason = "colours and keys must be below 2^31";
             value.ok_or_else(|| self.refuse("split", reason.into()))
@@ -241,7 +241,7 @@ impl Group {
         Ok(())
     }
 
-    /// Runs an operation, on a GPU in order with the operators.
+    /// Runs an operation. On a GPU it is ordered with the operators.
     fn run(
         &self,
         name: &'static str,
@@ -290,7 +290,7 @@ impl fmt::Debug for Group {
     }
 }
 
-/// A buffer with an operation in flight; [`Pending::wait`] returns it. Dropping it waits as well.
+/// A buffer with an operation in flight. [`Pending::wait`] returns it. Dropping it also waits.
 #[must_use = "`wait` returns the buffer"]
 pub struct Pending<T> {
     /// `None` once the buffer has been returned.
@@ -308,7 +308,7 @@ impl<T> Pending<T> {
     /// work on the device starts after the operation.
     ///
     /// # Errors
-    /// The error of the operation; the buffer is lost then.
+    /// Fails if the operation fails. The buffer is then lost.
     pub fn wait(mut self) -> Result<T> {
         if let Some(outstanding) = self.ticket.take() {
             let _span = span::enter(self.operation);
@@ -324,8 +324,8 @@ impl<T> Pending<T> {
 impl<T> Drop for Pending<T> {
     fn drop(&mut self) {
         if let Some(outstanding) = self.ticket.take() {
-            // The device is done with the buffer before it is dropped. Drop cannot report errors;
-            // the group's next operation reports the same one.
+            // The device must finish with the buffer before it is dropped. Drop cannot report errors, but
+            // the group's next operation reports the same error.
             let _ = outstanding.join();
         }
     }

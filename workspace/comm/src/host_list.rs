@@ -4,7 +4,7 @@
 /// exhaust memory.
 const MAX_HOSTS: usize = 65_536;
 
-/// Returns the hosts of a compressed list, in order; the error is the reason.
+/// Returns the hosts of a compressed list, in order. The error is the reason.
 pub(crate) fn expand(list: &str) -> Result<Vec<String>, String> {
     let mut hosts = Vec::new();
     for entry in entries(list)? {
@@ -44,7 +44,7 @@ fn entries(list: &str) -> Result<Vec<&str>, String> {
     Ok(parts)
 }
 
-/// Returns the hosts of one entry, such as `rack[1-2]node[01-16]`: the last bracket varies fastest.
+/// Returns the hosts of an entry, such as `rack[1-2]node[01-16]`. The last bracket varies fastest.
 fn expand_entry(entry: &str) -> Result<Vec<String>, String> {
     let mut hosts = vec![String::new()];
     let mut rest = entry;

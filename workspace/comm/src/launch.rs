@@ -1,6 +1,6 @@
-//! This process's rank, from its launcher's environment variables.
+//! Reads this process's rank from its launcher's environment variables.
 //!
-//! The innermost launcher takes precedence: torchrun's variables before Open MPI's before Slurm's,
+//! The innermost launcher has precedence: torchrun's variables before Open MPI's before Slurm's,
 //! so that torchrun inside `srun` and `mpirun` inside `sbatch` work. Incomplete or contradictory
 //! variables are errors, never guesses.
 
@@ -43,7 +43,7 @@ impl Launcher {
     }
 }
 
-/// Where the ranks of a job meet: a port on rank 0's host.
+/// The address at which the ranks of a job meet: a port on rank 0's host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
     /// A name or an IP address.
@@ -63,7 +63,7 @@ pub struct Launch {
     pub local_rank: usize,
     /// The launcher.
     pub launcher: Launcher,
-    /// Where the ranks meet; always present when there are several.
+    /// The address at which the ranks meet. Always present if there are several ranks.
     pub rendezvous: Option<Address>,
     /// Distinguishes this job's processes from other jobs' at the same address.
     pub job: String,
@@ -82,7 +82,7 @@ impl Launch {
         }
     }
 
-    /// Reads this process's environment; `rendezvous`, as `HOST:PORT`, overrides the address in it.
+    /// Reads this process's environment. `rendezvous`, as `HOST:PORT`, overrides the address in it.
     pub fn from_environment(rendezvous: Option<&str>) -> Result<Self> {
         let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
@@ -90,11 +90,11 @@ impl Launch {
         Self::parse(&std::env::vars_os().filter_map(text).collect(), rendezvous)
     }
 
-    /// Reads these variables; an empty one counts as unset.
+    /// Reads these variables. An empty variable counts as unset.
     ///
     /// # Errors
     /// Fails if variables are incomplete, contradictory or not numbers, or if several
-    /// ranks have no address to meet at.
+    /// ranks have no address at which to meet.
     pub fn parse(variables: &BTreeMap<String, String>, rendezvous: Option<&str>) -> Result<Self> {
         let variables = Variables(variables);
         let given = rendezvous.map(|text| Address::parse(text, "--rendezvous")).transpose()?;
@@ -110,7 +110,7 @@ impl Launch {
 }
 
 impl Address {
-    /// `HOST:PORT`, where HOST may be an IPv6 address in brackets.
+    /// Parses `HOST:PORT`. HOST may be an IPv6 address in brackets.
     fn parse(text: &str, source: &str) -> Result<Self> {
         let parts = text.rsplit_once(':').and_then(|(host, port)| {
             let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
@@ -190,7 +190,7 @@ impl Variables<'_> {
         self.text(name).map(parse).transpose()
     }
 
-    /// Returns the innermost launcher's values; `None` if nothing started several processes.
+    /// Returns the innermost launcher's values, or `None` if no launcher started several processes.
     fn ranks(&self) -> Result<Option<(Launcher, Ranks)>> {
         let torchrun = self.complete(&TORCHRUN)?;
         // torchrun may start several processes inside one process of an outer launcher, and
@@ -214,8 +214,8 @@ impl Variables<'_> {
         })
     }
 
-    /// Slurm's values, if this process is a task. The shell of `salloc` has only SLURM_NTASKS, and
-    /// the script of `sbatch` has a SLURM_PROCID but no step; both are single processes.
+    /// Returns Slurm's values, if this process is a task. The shell of `salloc` has only SLURM_NTASKS, and
+    /// the script of `sbatch` has a SLURM_PROCID but no step. Both are single processes.
     fn slurm(&self) -> Result<Option<Ranks>> {
         let script =
             self.text("ENVIRONMENT") == Some("BATCH") && self.text("SLURM_STEP_ID").is_none();
@@ -225,7 +225,7 @@ impl Variables<'_> {
         self.complete(&SLURM)
     }
 
-    /// One launcher's values: all or none.
+    /// Returns a launcher's values, or `None` if all of its variables are unset. Fails if only some are set.
     fn complete(&self, names: &Names) -> Result<Option<Ranks>> {
         let needed = [names.rank, names.size, names.local_rank];
         let (set, missing): (Vec<&str>, Vec<&str>) =
@@ -262,7 +262,7 @@ impl Variables<'_> {
         Ok(Some(Ranks { rank, size, local_rank, local_size }))
     }
 
-    /// Where the ranks meet, unless the command line gives an address.
+    /// Returns the address at which the ranks meet, unless the command line has an address.
     fn rendezvous(&self, launcher: Launcher, ranks: Ranks) -> Result<Address> {
         match (self.text("MASTER_ADDR"), self.text("MASTER_PORT")) {
             (Some(host), Some(port)) => {
@@ -302,7 +302,7 @@ impl Variables<'_> {
         }
     }
 
-    /// Returns the port after torchrun's MASTER_PORT, if torchrun's agent listens on that one.
+    /// Returns the port after torchrun's MASTER_PORT, if torchrun's agent listens on MASTER_PORT.
     fn after_agent_port(&self, launcher: Launcher, mut address: Address) -> Result<Address> {
         let agent = self.text("TORCHELASTIC_USE_AGENT_STORE");
         let listens = agent.is_some_and(|agent| agent.eq_ignore_ascii_case("true"));
@@ -318,7 +318,7 @@ impl Variables<'_> {
         Ok(address)
     }
 
-    /// Returns the first host of the step, or of the job, and a port derived from their numbers.
+    /// Returns the first host of the step or of the job, and a port derived from their numbers.
     fn slurm_rendezvous(&self) -> Result<Option<Address>> {
         let lists = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
         let list = lists.into_iter().find_map(|name| Some((name, self.text(name)?)));

@@ -1,7 +1,7 @@
 //! The arrangement of ranks: data x pipeline x tensor.
 //!
 //! The order is Megatron's default, tp-dp-pp. The tensor dimension varies fastest, so that its
-//! ranks, which communicate most, share a node; then data; the pipeline varies slowest:
+//! ranks, which communicate most, share a node. Data varies next, and the pipeline slowest:
 //! `rank = tensor + T (data + D pipeline)`.
 
 use crate::{Error, Group, Result};
@@ -20,15 +20,15 @@ pub struct RankLayout {
 /// A rank's coordinate in each dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Coordinates {
-    /// Among the ranks that shard the same tensors.
+    /// The position among the ranks that shard the same tensors.
     pub tensor: usize,
-    /// Among the data-parallel replicas.
+    /// The position among the data-parallel replicas.
     pub data: usize,
-    /// Among the stages of the pipeline.
+    /// The position among the stages of the pipeline.
     pub pipeline: usize,
 }
 
-/// The groups of a rank; its rank in each is its coordinate.
+/// The groups of a rank. Its rank in each group is its coordinate.
 #[derive(Debug, Clone)]
 pub struct Groups {
     /// The ranks with shards of the same tensors.
@@ -40,7 +40,7 @@ pub struct Groups {
 }
 
 impl RankLayout {
-    /// Arranges `size` ranks; the data dimension is `size / (tensor * pipeline)`.
+    /// Arranges `size` ranks. The data dimension is `size / (tensor * pipeline)`.
     ///
     /// # Errors
     /// Fails unless `tensor * pipeline` divides `size`.
@@ -62,7 +62,7 @@ impl RankLayout {
         self.tensor * self.data * self.pipeline
     }
 
-    /// Returns the coordinates of `rank`; for a rank beyond the size, the pipeline coordinate is out of
+    /// Returns the coordinates of `rank`. If `rank` is not below the size, the pipeline coordinate is out of
     /// range.
     pub fn coordinates(&self, rank: usize) -> Coordinates {
         Coordinates {
@@ -77,7 +77,7 @@ impl RankLayout {
         at.tensor + self.tensor * (at.data + self.data * at.pipeline)
     }
 
-    /// Splits the group of all ranks; every rank must call it.
+    /// Splits the group of all ranks. Every rank must call it.
     pub fn groups(&self, all: &Group) -> Result<Groups> {
         if all.size() != self.size() {
             return Err(Error::Call(format!(
@@ -87,7 +87,7 @@ impl RankLayout {
             )));
         }
         let at = self.coordinates(all.rank());
-        // Ranks that differ in this coordinate alone have the same colour.
+        // Ranks that differ only in this coordinate have the same colour.
         let group = |name, origin: Coordinates, key| {
             let group = all.split(name, Some(self.rank(origin)), key)?;
             group.ok_or_else(|| Error::Call(format!("no group {name} for rank {}", all.rank())))

@@ -1,8 +1,8 @@
 //! Process groups for training on several GPUs, machines or threads.
 //!
 //! [`Launch`] reads this process's rank from the environment. [`World::connect`] connects to the
-//! other processes, refuses those that were started differently, and monitors all of them: a rank
-//! that dies, fails or hangs ends the job with an error that names it. The [`Group`] of all ranks,
+//! other processes, rejects processes that were started differently, and monitors all of them: if a rank
+//! dies, fails or hangs, the job ends with an error that names the rank. The [`Group`] of all ranks,
 //! and the groups of [`RankLayout::groups`], transfer elements between ranks, by NCCL between GPUs
 //! (feature `nccl`) and by MPI between CPUs (feature `mpi`). This crate never sends tensors over
 //! sockets.

@@ -1,8 +1,8 @@
 //! Monitors the processes of a job over the connections of the rendezvous.
 //!
-//! Every process has one monitoring thread; rank 0's listens to all others. A connection that
-//! closes without a goodbye, or falls silent, is a dead rank; an operation that exceeds its limit
-//! is stuck. Rank 0 forwards the fault, so every process reports the same one.
+//! Every process has one monitoring thread. Rank 0's thread listens to all other ranks. If a connection
+//! closes without a goodbye or is silent for too long, its rank is dead. An operation that exceeds its limit
+//! is stuck. Rank 0 forwards the fault, so every process reports the same fault.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -51,7 +51,7 @@ impl Control {
 }
 
 impl Link {
-    /// Starts monitoring; `peers` are all other ranks on rank 0, and rank 0 elsewhere.
+    /// Starts monitoring. `peers` are all other ranks on rank 0, and rank 0 on other ranks.
     pub(crate) fn start(
         rank: usize,
         place: &str,
@@ -85,14 +85,14 @@ impl Link {
         Ok(Link { control, health, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Says goodbye and waits until all ranks have.
+    /// Says goodbye and waits for the goodbyes of all ranks.
     pub(crate) fn close(&self) -> Result<()> {
         self.control.requests().goodbye = true;
         self.end();
         self.health.check()
     }
 
-    /// Tells all ranks that this one ends with an error.
+    /// Reports to all ranks that this rank ends with an error.
     pub(crate) fn fail(&self, reason: &str) {
         self.control.requests().failed = Some(reason.to_owned());
         self.end();
@@ -101,11 +101,11 @@ impl Link {
     fn end(&self) {
         self.control.changed.notify_all();
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // The thread itself drops the last link if the caller's `on_fault` does.
+        // If the caller's `on_fault` drops the last link, this thread is the monitoring thread itself.
         if let Some(thread) = thread
             && thread.thread().id() != std::thread::current().id()
         {
-            // A panic in the caller's `on_fault` ended the thread; the fault is recorded.
+            // A panic in the caller's `on_fault` ended the thread. The fault is recorded.
             let _ = thread.join();
         }
     }
@@ -120,7 +120,7 @@ struct Monitored {
 struct Inquiry {
     who: String,
     operation: String,
-    /// What each rank is doing, by rank.
+    /// The current operation of each rank, by rank.
     answers: BTreeMap<usize, String>,
     deadline: Instant,
 }
@@ -170,13 +170,13 @@ impl Monitor {
                 self.send_to_all(&Message::Fault(fault.clone()));
                 self.close();
             }
-            // Closing the connection tells the others that this process has received the fault.
+            // The closed connection informs the others that this process has received the fault.
             self.peers.clear();
             self.health.report(fault);
         }
     }
 
-    /// Waits for a request of the process, for one poll interval at most.
+    /// Waits for a request of the process, for at most a poll interval.
     fn take_requests(&self) -> (bool, Option<String>) {
         let mut requests = self.control.requests();
         if requests.failed.is_none() && (!requests.goodbye || self.sent_goodbye) {
@@ -186,7 +186,7 @@ impl Monitor {
         (requests.goodbye, requests.failed.take())
     }
 
-    /// Receives from all peers; those that die at the same time are reported together.
+    /// Receives from all peers. Peers that die at the same time are reported together.
     fn receive(&mut self) -> Option<Fault> {
         let mut lost: Vec<(String, String)> = Vec::new();
         let mut stuck = None;
@@ -241,8 +241,8 @@ impl Monitor {
         Some(Fault::lost(&who.join(" and "), &reason))
     }
 
-    /// Reports an operation of this process that exceeds its limit. On rank 0 returns the fault
-    /// once all ranks have reported their operations, or their time is up.
+    /// Reports an operation of this process that exceeds its limit. On rank 0, returns the fault
+    /// once all ranks have reported their operations or the deadline has passed.
     fn look_for_stuck_operations(&mut self) -> Option<Fault> {
         if !self.reported_stuck
             && let Some((operation, lasted)) = self.health.longest_running()
@@ -276,7 +276,7 @@ impl Monitor {
         )))
     }
 
-    /// Rank 0: asks all ranks for their operations, unless it has asked before.
+    /// Asks all ranks for their operations, unless they were asked before. Only rank 0 calls it.
     fn inquire(&mut self, who: String, operation: String) {
         if self.inquiry.is_none() {
             let (answers, deadline) = (BTreeMap::new(), Instant::now() + REPORT_TIMEOUT);

@@ -1,4 +1,4 @@
-//! Tests of `liveness.rs`: ranks are threads, connections are real.
+//! Tests of `liveness.rs`. Ranks are threads, and connections are real.
 
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
@@ -59,7 +59,7 @@ fn ranks_that_say_goodbye_end_without_a_fault() {
     std::thread::scope(|scope| {
         for (at, rank) in (0..).zip(ranks(4, LIMITS)) {
             scope.spawn(move || {
-                // Rank 0 first, then the last: all wait for the slowest.
+                // Rank 0 is first. All ranks wait for the slowest.
                 std::thread::sleep(Duration::from_millis(40) * at);
                 rank.link.close().unwrap();
             });

@@ -1,5 +1,5 @@
 //! Sums and maxima over ranks, shared by the engines for host memory. Elements are reduced in rank
-//! order, so a layout always gives the same bits. bf16 is summed in f32 and rounded once.
+//! order, so a layout always computes the same bits. bf16 is summed in f32 and rounded once.
 
 use std::convert::identity;
 
@@ -10,13 +10,13 @@ use moh_kernels::{DType, Element, Scalar};
 /// The reduction of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reduce {
-    /// The sum; integers wrap around.
+    /// The sum. Integers wrap around.
     Sum,
-    /// The maximum; NaN if any element is NaN.
+    /// The maximum. NaN if any element is NaN.
     Max,
 }
 
-/// Elements whose sums stay in the first-level cache before they are stored.
+/// Number of elements with sums that stay in the first-level cache until they are stored.
 const BLOCK: usize = 1024;
 
 /// An element type and the type of its sums.
@@ -47,7 +47,7 @@ macro_rules! summand {
     };
 }
 
-/// Returns the larger value; NaN if one of the two is NaN.
+/// Returns the larger value, or NaN if one of the two is NaN.
 #[inline(always)]
 fn larger<T: PartialOrd>(a: T, b: T) -> T {
     // A NaN is not equal to itself, and compares as neither larger nor smaller.
@@ -65,8 +65,8 @@ summand! {
     u8 as u8: identity, identity, u8::wrapping_add;
 }
 
-/// Replaces `out` by the reduction over all ranks; `slice(rank)` is that rank's slice, or `None` if
-/// it is in `out`. The bytes are slices of `dtype`, all of the same length.
+/// Replaces `out` by the reduction over all ranks. `slice(rank)` is the slice of a rank, or `None` if
+/// the slice is in `out`. The bytes are slices of `dtype`, all of the same length.
 pub(crate) fn reduce<'a>(
     dtype: DType,
     reduce: Reduce,

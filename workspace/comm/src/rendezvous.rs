@@ -3,8 +3,8 @@
 //! unique id). The connections stay open for monitoring (`liveness.rs`).
 //!
 //! Rank 0 serves all connections from one non-blocking loop, so that a connection that sends
-//! nothing cannot delay the ranks. There is no authentication: whoever reaches the port and knows
-//! the job can claim a rank, so the port belongs on a private network of the cluster.
+//! nothing cannot delay the ranks. There is no authentication: a process that reaches the port and knows
+//! the job can claim a rank, so the port must be on a private network of the cluster.
 
 use std::fmt::Display;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -17,20 +17,20 @@ use crate::{Address, Error, Fault, Launch, Result};
 
 /// How long a new connection may take to send its hello.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum connections whose hello has not arrived, beyond the number of ranks; further ones
+/// Maximum connections without a hello, beyond the number of ranks. Further connections
 /// replace the oldest.
 const MAX_PENDING_CONNECTIONS: usize = 64;
-/// How long rank 0 waits for further ranks after a mismatch, so that they report the cause as well.
+/// How long rank 0 waits for further ranks after a mismatch, so that they also report the cause.
 const MISMATCH_GRACE: Duration = Duration::from_secs(2);
 /// How long rank 0 retries a port that an earlier job may still be releasing.
 const BIND_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long refused connections may take to read the refusal and close.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
-/// How long a connected rank waits for rank 0's answer beyond the time limit: rank 0 enforces the
+/// How long a connected rank waits for rank 0's answer beyond the time limit. Rank 0 enforces the
 /// limit, and may have started later.
 const WELCOME_GRACE: Duration = Duration::from_secs(20);
-/// How long a rank reconnects after rank 0 closed the connection without an answer.
+/// How long a rank tries to reconnect after rank 0 closed the connection without an answer.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(40);
 /// Characters of a fingerprint shown in a message.
 const MAX_SHOWN_CHARS: usize = 120;
@@ -57,7 +57,7 @@ pub(crate) fn place() -> String {
     format!("{}, process {}", host_name(), std::process::id())
 }
 
-/// This machine's host name.
+/// Returns this machine's host name.
 pub fn host_name() -> String {
     let kernel = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
     let host = kernel.or_else(|| std::env::var("HOSTNAME").ok()).unwrap_or_default();
@@ -68,7 +68,7 @@ fn failed(address: &Address, reason: impl Display) -> Error {
     Error::Call(format!("rendezvous at {address}: {reason}"))
 }
 
-/// This process's first message to rank 0, and rank 0's own.
+/// Returns this process's first message to rank 0. Rank 0 also has such a message.
 pub(crate) fn hello(launch: &Launch, fingerprint: &str) -> Hello {
     Hello {
         protocol: PROTOCOL,
@@ -80,7 +80,7 @@ pub(crate) fn hello(launch: &Launch, fingerprint: &str) -> Hello {
     }
 }
 
-/// Rank 0: waits for all other ranks and sends them `payload`.
+/// Waits on rank 0 for all other ranks, and sends them `payload`.
 pub(crate) fn host(
     address: &Address,
     me: &Hello,
@@ -123,9 +123,9 @@ pub(crate) fn host(
 /// Rank 0's side of the rendezvous.
 struct Admission<'a> {
     me: &'a Hello,
-    /// Rank r at index r - 1.
+    /// The peer of rank r is at index r - 1.
     peers: Vec<Option<Peer>>,
-    /// Connections whose hello has not arrived, with their deadlines.
+    /// Connections without a hello yet, with their deadlines.
     pending: Vec<(Connection, Instant)>,
     fault: Option<Fault>,
     deadline: Instant,
@@ -138,7 +138,7 @@ impl Admission<'_> {
     }
 
     fn accept(&mut self, listener: &TcpListener) {
-        // An error concerns one connection or is transient; the time limit ends the rest.
+        // An error is about one connection or is transient. The time limit ends everything else.
         while let Ok((stream, _)) = listener.accept() {
             if let Ok(connection) = Connection::new(stream) {
                 self.pending.push((connection, Instant::now() + HANDSHAKE_TIMEOUT));
@@ -163,7 +163,7 @@ impl Admission<'_> {
 
     fn admit(&mut self, connection: Connection, hello: Hello) {
         let refuse = |mut connection: Connection, refusal| {
-            // The answer fits the socket's buffer, so a peer that does not read it costs no wait.
+            // The answer fits the socket's buffer, so a peer that does not read it causes no wait.
             connection.send(&Message::Refused(refusal));
         };
         if hello.protocol != PROTOCOL {
@@ -198,7 +198,7 @@ impl Admission<'_> {
         *peer = Some(Peer { rank: hello.rank, place: clip(&hello.place), connection });
     }
 
-    /// Makes a rank that joined and then closed its connection the fault: it will not reconnect.
+    /// Records a fault if a rank joined and then closed its connection: it will not reconnect.
     fn check_peers(&mut self) {
         for slot in &mut self.peers {
             let Some(peer) = slot else { continue };
@@ -221,12 +221,12 @@ impl Admission<'_> {
     }
 }
 
-/// How a rank's hello differs from rank 0's, if it does.
+/// Returns the difference between a rank's hello and rank 0's, if there is one.
 fn difference(ours: &Hello, theirs: &Hello) -> Option<Fault> {
     let (mine, other) = if ours.size != theirs.size {
         (format!("{} ranks", ours.size), format!("{} ranks", theirs.size))
     } else if ours.fingerprint != theirs.fingerprint {
-        // A fingerprint may have many lines, such as a recipe; only the first difference is shown.
+        // A fingerprint may have many lines, such as a recipe. Only the first difference is shown.
         let (mut mine, mut other) = (ours.fingerprint.lines(), theirs.fingerprint.lines());
         loop {
             match (mine.next(), other.next()) {
@@ -256,7 +256,7 @@ fn clip(text: &str) -> String {
 
 fn listen(address: &Address, until: Instant) -> Result<TcpListener> {
     let port = address.port;
-    // A name may resolve to another address on other machines, so only an unambiguous loopback
+    // A name may resolve to another address on other machines. So only an unambiguous loopback
     // address restricts the listener to this machine.
     let loopback = address.host == "localhost"
         || address.host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback());
@@ -287,7 +287,7 @@ fn listen(address: &Address, until: Instant) -> Result<TcpListener> {
     }
 }
 
-/// Other ranks: connects to rank 0 and waits for its welcome. Returns rank 0 and its payload.
+/// Connects to rank 0 and waits for its welcome, on other ranks. Returns rank 0 and its payload.
 pub(crate) fn join(address: &Address, me: &Hello, limit: Duration) -> Result<(Peer, Vec<u8>)> {
     let start = Instant::now();
     let mut deadline = start + limit;
@@ -347,7 +347,7 @@ enum Answer {
     /// Rank 0 and its payload.
     Welcome(Box<Peer>, Vec<u8>),
     Refused(Refusal),
-    /// No answer of rank 0, and the reason.
+    /// Rank 0 has not answered, for this reason.
     None(String),
 }
 

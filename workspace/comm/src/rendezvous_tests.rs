@@ -1,4 +1,4 @@
-//! Tests of `rendezvous.rs`: ranks are threads, connections are real.
+//! Tests of `rendezvous.rs`. Ranks are threads, and connections are real.
 
 use std::io::{Read, Write};
 use std::thread::JoinHandle;
@@ -57,7 +57,7 @@ fn all_ranks_meet_and_get_the_payload() {
     }
 }
 
-/// The longest recipe: a megabyte of characters that JSON writes as two each.
+/// The longest recipe is a megabyte of characters that JSON writes as two each.
 #[test]
 fn ranks_with_the_longest_recipe_meet() {
     let address = free_address();
@@ -71,7 +71,7 @@ fn ranks_with_the_longest_recipe_meet() {
 fn a_rank_of_another_job_is_refused_and_the_start_goes_on() {
     let address = free_address();
     let host = host_thread(&address, me(0, 2, "ours"), LIMIT);
-    // Its recipe and its number of ranks differ too, which would end the start of its own job.
+    // Its recipe and its number of ranks also differ, which would end the start of its own job.
     let stray = Hello { job: "torchrun none".into(), ..me(1, 5, "theirs") };
     let error = message(join(&address, &stray, SHORT));
     assert!(error.contains("rank 0 of another job uses this address"), "{error}");

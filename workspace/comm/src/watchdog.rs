@@ -1,5 +1,5 @@
 //! The operations of this process that are in flight. The liveness thread reads them, and ends the
-//! job when one exceeds its limit.
+//! job when an operation exceeds its limit.
 
 use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -11,7 +11,7 @@ use crate::error::{Fault, Result};
 pub(crate) trait Outstanding: Send + Sync {
     /// Returns whether it has ended.
     fn is_done(&self) -> bool;
-    /// Orders later work on the device after it.
+    /// Orders later work on the device after the operation.
     fn join(&self) -> Result<()>;
 }
 
@@ -29,12 +29,12 @@ struct Activity {
     last: Option<Operation>,
 }
 
-/// One call of a group's operation.
+/// A call of a group's operation.
 #[derive(Clone)]
 pub(crate) struct Operation {
     pub name: &'static str,
     pub group: Arc<str>,
-    /// Its number within the group, counted from 1.
+    /// The number of the call within the group, from 1.
     pub number: u64,
 }
 
@@ -45,7 +45,7 @@ struct Entry {
     outstanding: Option<Arc<dyn Outstanding>>,
 }
 
-/// A running operation; dropping it ends the operation, unless it continues.
+/// A running operation. Dropping this value ends the operation, unless it continues.
 pub(crate) struct Running<'a> {
     health: &'a Health,
     id: u64,
@@ -56,7 +56,7 @@ impl Health {
         Health { fault: OnceLock::new(), on_fault, activity: Mutex::default() }
     }
 
-    /// Why the job has ended, if it has.
+    /// Returns the fault that ended the job, if the job has ended.
     pub(crate) fn fault(&self) -> Option<&Fault> {
         self.fault.get()
     }
@@ -75,7 +75,7 @@ impl Health {
         }
     }
 
-    /// Ignores poisoning: every change leaves the record consistent.
+    /// Locks the record and ignores poisoning: every change leaves the record consistent.
     fn activity(&self) -> MutexGuard<'_, Activity> {
         self.activity.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -95,7 +95,7 @@ impl Health {
         Some((oldest.operation.to_string(), oldest.since.elapsed()))
     }
 
-    /// What this process is doing, for the report of a stuck operation.
+    /// Describes the current operation of this process, for the report of a stuck operation.
     pub(crate) fn describe(&self) -> String {
         let mut activity = self.activity();
         activity.remove_finished();
@@ -144,7 +144,7 @@ impl Drop for Running<'_> {
         if let Some(at) = running.iter().position(of_this) {
             *last = Some(running.swap_remove(at).operation);
         }
-        // An engine can then reuse their events before the monitoring thread looks at them.
+        // An engine can then reuse their events before the monitoring thread checks them.
         activity.remove_finished();
     }
 }

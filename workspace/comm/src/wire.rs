@@ -1,7 +1,7 @@
 //! Messages between rank 0 and another rank: a length, then JSON. They serve the rendezvous and the
-//! monitoring; tensors are never sent this way.
+//! monitoring. Tensors are never sent this way.
 //!
-//! Input may come from anyone: lengths are limited, sockets never block, and invalid bytes close
+//! Input may come from any sender: lengths are limited, sockets never block, and invalid bytes close
 //! the connection.
 
 use std::io::{self, ErrorKind, Read, Write};
@@ -14,7 +14,7 @@ use crate::error::Fault;
 
 pub(crate) const PROTOCOL: u32 = 2;
 /// Maximum bytes of a message: a report of thousands of ranks, or a hello with a recipe of a
-/// megabyte, which quoting in TOML and again in JSON may make four times as long.
+/// megabyte. Quoting in TOML and again in JSON may make the recipe four times as long.
 pub(crate) const MAX_MESSAGE_BYTES: usize = 8 << 20;
 /// Bytes that the buffer of a connection keeps allocated between messages.
 const KEPT_BYTES: usize = 64 << 10;
@@ -33,7 +33,7 @@ pub(crate) enum Message {
     /// Rank 0's refusal of a rank.
     Refused(Refusal),
     Alive,
-    /// The sender has ended without an error; rank 0 sends it when all ranks have.
+    /// The sender has ended without an error. Rank 0 sends it when all ranks have ended.
     Goodbye,
     /// An operation of the sender has exceeded its limit.
     Stuck {
@@ -89,7 +89,7 @@ pub(crate) struct Connection {
     pub last_received: Instant,
 }
 
-/// Takes the first message out of received bytes, if it is complete.
+/// Removes the first message from received bytes and returns it, if it is complete.
 fn decode(input: &mut Vec<u8>) -> Result<Option<Message>, String> {
     let Some((length, rest)) = input.split_first_chunk::<4>() else { return Ok(None) };
     let length = u32::from_le_bytes(*length) as usize;
@@ -103,7 +103,7 @@ fn decode(input: &mut Vec<u8>) -> Result<Option<Message>, String> {
     message.map(Some).map_err(|_| "received an invalid message".into())
 }
 
-/// Reads bytes as the rendezvous reads those of an unknown peer, for tests with hostile input.
+/// Decodes bytes as the rendezvous decodes an unknown peer's, for tests with hostile input.
 #[doc(hidden)]
 pub fn check_messages(bytes: &[u8]) -> Result<(), String> {
     let mut input = bytes.to_vec();
@@ -142,7 +142,7 @@ impl Connection {
 
     /// Queues a message and sends as much of the queue as the socket accepts.
     pub(crate) fn send(&mut self, message: &Message) {
-        // A queued message serves as a heartbeat as well.
+        // A queued message also serves as a heartbeat.
         if *message == Message::Alive && !self.output.is_empty() {
             return;
         }
@@ -153,8 +153,8 @@ impl Connection {
         self.flush();
     }
 
-    /// Sends as much of the queue as the socket accepts; true when it is empty. A broken connection
-    /// is reported by [`Connection::receive`].
+    /// Sends as much of the queue as the socket accepts. Returns whether the queue is empty. If the connection is
+    /// broken, [`Connection::receive`] reports it.
     pub(crate) fn flush(&mut self) -> bool {
         while !self.output.is_empty() {
             match self.stream.write(&self.output) {
@@ -169,8 +169,8 @@ impl Connection {
     }
 }
 
-/// Closes connections gracefully: flushes them, and waits until the peers have closed theirs, for
-/// `timeout` at most.
+/// Closes connections gracefully: flushes them, and waits at most `timeout` until the peers have closed
+/// theirs.
 pub(crate) fn close_all(mut connections: Vec<Connection>, timeout: Duration) {
     let end = Instant::now() + timeout;
     while !connections.is_empty() && Instant::now() < end {

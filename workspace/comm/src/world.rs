@@ -19,8 +19,8 @@ pub const OPERATION_LIMIT: Duration = Duration::from_secs(600);
 /// The memory of the exchanged buffers, which selects the engine.
 #[derive(Debug, Clone)]
 pub enum Buffers {
-    /// Host memory: MPI, feature `mpi`. By default mpirun binds each process to one core;
-    /// `--bind-to none` lifts this.
+    /// Host memory: MPI, feature `mpi`. By default mpirun binds each process to a core.
+    /// `--bind-to none` removes this restriction.
     Host,
     /// This GPU, one per rank: NCCL, feature `nccl`.
     #[cfg(feature = "cuda")]
@@ -30,18 +30,18 @@ pub enum Buffers {
 /// Options of [`World::connect`].
 #[derive(Clone)]
 pub struct WorldOptions {
-    /// Text that must be the same on all ranks, such as the program's version and the recipe; a
+    /// Text that must be the same on all ranks, such as the program's version and the recipe. A
     /// mismatch shows the first line that differs.
     pub fingerprint: String,
-    /// How long the ranks wait for each other at the start; [`RENDEZVOUS_LIMIT`] by default.
+    /// How long the ranks wait for each other at the start. The default is [`RENDEZVOUS_LIMIT`].
     pub rendezvous_limit: Duration,
-    /// How long an operation may take; [`OPERATION_LIMIT`] by default.
+    /// How long an operation may take. The default is [`OPERATION_LIMIT`].
     pub operation_limit: Duration,
-    /// How long a process may stay silent; 45 seconds by default.
+    /// How long a process may be silent. The default is 45 seconds.
     pub silence_limit: Duration,
     /// Called once, on a separate thread, when another rank or a stuck operation has ended the job.
-    /// Waiting operations return the fault as well, but the program may be elsewhere, or wait for a
-    /// GPU: the function should print the fault and exit the process.
+    /// Waiting operations also return the fault, but the program may be elsewhere, or wait for a
+    /// GPU. So the function should print the fault and exit the process.
     pub on_fault: Arc<dyn Fn(&Fault) + Send + Sync>,
 }
 
@@ -57,19 +57,19 @@ impl Default for WorldOptions {
     }
 }
 
-/// This process as one rank of the job.
+/// This process as a rank of the job.
 ///
-/// It must end by [`World::close`]. Dropping it otherwise, by an early return or a panic, counts as
-/// a failure: the other ranks end with an error that names this one.
+/// It must end by [`World::close`]. If it is dropped without that, by an early return or a panic, it counts as
+/// a failure: the other ranks end with an error that names this rank.
 pub struct World {
     group: Group,
-    /// `None` in a world of one process, or of threads.
+    /// `None` in a world of a single process, or of threads.
     link: Option<Link>,
     closed: bool,
 }
 
 impl World {
-    /// Creates a world of one process.
+    /// Creates a world of a single process.
     pub fn single() -> Self {
         let health = Arc::new(Health::new(WorldOptions::default().on_fault));
         Self::of(Group::single("world", health), None)
@@ -79,11 +79,11 @@ impl World {
         World { group, link, closed: false }
     }
 
-    /// `size` worlds, for threads as the ranks of a job; when a thread drops its world or panics,
+    /// Creates `size` worlds, for threads as the ranks of a job. When a thread drops its world or panics,
     /// the other ranks' operations fail.
     ///
     /// # Panics
-    /// If `size` is 0.
+    /// Panics if `size` is 0.
     pub fn threads(size: usize) -> Vec<Self> {
         assert!(size > 0, "a world has at least one rank");
         let health = |_| Arc::new(Health::new(WorldOptions::default().on_fault));
@@ -95,11 +95,11 @@ impl World {
     }
 
     /// Connects to the other processes of the job, and starts the engine for these buffers. A job
-    /// of one process opens no port.
+    /// of a single process opens no port.
     ///
     /// # Errors
-    /// [`Error::Fault`] if ranks do not arrive in time, or one has another fingerprint;
-    /// fails also if rank 0 is not found, if its port is taken, in a build without the engine, and if the
+    /// Fails with [`Error::Fault`] if ranks do not arrive in time, or if a rank has another fingerprint.
+    /// Fails also if rank 0 is not found, if its port is in use, in a build without the engine, and if the
     /// engine fails.
     pub fn connect(launch: &Launch, buffers: Buffers, options: WorldOptions) -> Result<Self> {
         match buffers {
@@ -124,7 +124,7 @@ impl World {
         }
     }
 
-    /// Returns an error: a build without the engine supports one process.
+    /// Starts a single process. Fails if there are several: the build has no engine for them.
     #[cfg(any(not(feature = "mpi"), all(feature = "cuda", not(feature = "nccl"))))]
     fn without_engine(
         launch: &Launch,
@@ -146,7 +146,7 @@ impl World {
         Self::connect_with(launch, options, || Ok(Vec::new()), |_, _, _| Err(no_engine()))
     }
 
-    /// Connects to the other processes; rank 0's payload is sent to all of them, and passed to
+    /// Connects to the other processes. Rank 0's payload is sent to all of them, and passed to
     /// `engine`.
     pub(crate) fn connect_with(
         launch: &Launch,
@@ -196,7 +196,7 @@ impl World {
         &self.group
     }
 
-    /// This process's rank.
+    /// Returns this process's rank.
     pub fn rank(&self) -> usize {
         self.group.rank()
     }
@@ -210,7 +210,7 @@ impl World {
     /// the groups that it split off, or drops them soon.
     ///
     /// # Errors
-    /// [`Error::Fault`] where another rank failed before its end.
+    /// Fails with [`Error::Fault`] if another rank failed before its end.
     pub fn close(mut self) -> Result<()> {
         self.group.finish()?;
         self.closed = true;

@@ -40,7 +40,7 @@ fn a_thread_that_panics_fails_the_operations_of_the_others() {
     for (rank, result) in results.into_iter().enumerate() {
         match result {
             Err(_) => assert_eq!(rank, 1),
-            // Rank 2 may find rank 1 gone, or rank 0, which has found rank 1 gone.
+            // Rank 2 may report that rank 1 has left, or that rank 0 has, which reported rank 1.
             Ok(result) => {
                 let message = result.unwrap_err().to_string();
                 assert!(message.contains("left the group while other ranks waited"), "{message}");
@@ -119,7 +119,7 @@ fn several_processes_need_an_engine() {
     assert!(error.to_string().contains("built without MPI"), "{error}");
 }
 
-/// Returns the ranks of a job connected by sockets; the elements pass through memory.
+/// Returns the ranks of a job connected by sockets. The elements are exchanged in memory.
 fn connected(
     size: usize,
     options: WorldOptions,
@@ -162,7 +162,7 @@ fn a_world_that_is_dropped_early_ends_the_job_and_is_named() {
                 assert!(!panics, "rank 2 panics here");
                 return;
             }
-            // There is nothing to wait for: the fault arrives all the same.
+            // There is nothing to wait for, but the fault still arrives.
             let start = Instant::now();
             let error = loop {
                 if let Err(error) = world.group().send::<Cpu, u8>(&[0], 1 - world.rank(), 0) {
@@ -188,7 +188,7 @@ fn a_hang_in_a_collective_ends_the_job_with_a_report() {
         on_fault: Arc::new(move |fault| sender.lock().unwrap().send(fault.clone()).unwrap()),
         ..WorldOptions::default()
     };
-    // A rank that drops its world after the fault must not be the first one that the others notice.
+    // A rank that drops its world after the fault must not be the first lost rank for the others.
     let kept = Arc::new(std::sync::Mutex::new(Vec::new()));
     let results = connected(3, options, move |world| {
         let world = world.unwrap();
@@ -209,7 +209,7 @@ fn a_hang_in_a_collective_ends_the_job_with_a_report() {
     assert_eq!(faults.try_iter().filter(is_stuck).count(), 3);
 }
 
-/// An engine whose operations wait forever, unless the job ends.
+/// An engine with operations that wait forever, unless the job ends.
 struct Waiting(Arc<Health>);
 
 impl Waiting {
@@ -256,7 +256,7 @@ impl Engine for Waiting {
 
 const CHILD: &str = "MOH_COMM_TEST_CHILD";
 
-/// One rank of the tests below, run by this test binary.
+/// Runs a rank of the tests below, in a process of this test binary.
 #[test]
 fn child_process() {
     let Ok(child) = std::env::var(CHILD) else { return };

@@ -1,5 +1,5 @@
-//! A conversion by measurement: the shared heads and the output projections that crate `moh-calibrate`
-//! chooses, on their way into the output.
+//! A conversion by measurement: the output gets the shared heads and the output projections that crate
+//! `moh-calibrate` chooses.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,27 +23,27 @@ use crate::source::Source;
 #[derive(Debug)]
 pub struct Calibrated {
     calibration: Calibration,
-    /// Where the calibration tokens come from.
+    /// The sources of the calibration tokens.
     texts: Vec<String>,
     tokens: usize,
     held_out_tokens: usize,
-    /// Whether the output projections are refitted, which the log has.
+    /// Whether the output projections in the log are refitted.
     refit: bool,
     log: LayerLog,
 }
 
-/// What a calibration chose, in a receipt.
+/// The choices of a calibration, in a receipt.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CalibrationReceipt {
     /// The token files or texts.
     pub texts: Vec<TextReceipt>,
     /// Calibration tokens.
     pub tokens: usize,
-    /// Those of them that nothing was fitted to.
+    /// Calibration tokens that no fit used.
     pub held_out_tokens: usize,
-    /// Mean cross-entropy over these, in nats: of the dense model,
+    /// Mean cross-entropy of the dense model over the held-out tokens, in nats.
     pub loss_dense: f64,
-    /// and of the output.
+    /// The same of the output.
     pub loss: f64,
     /// Whether the output projections are refitted.
     pub refit: bool,
@@ -56,19 +56,19 @@ pub struct CalibrationReceipt {
 pub struct TextReceipt {
     /// The token file or the text.
     pub text: String,
-    /// Mean cross-entropy over its held-out tokens, in nats, if there are several texts and
-    /// it has any: of the dense model,
+    /// Mean cross-entropy of the dense model over the text's held-out tokens, in nats, if there are several
+    /// texts and this text has such tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_dense: Option<f64>,
-    /// and of the output.
+    /// The same of the output.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss: Option<f64>,
 }
 
 impl Calibrated {
-    /// Measures the source of a conversion on a device, with its weights in the output's element type. What is fitted is
-    /// stored in this type too, unless `calibration` says otherwise. `texts` is what a receipt calls those of the tokens; `progress`
-    /// is told the layers that are done.
+    /// Measures the source of a conversion on a device, with its weights in the output's element type. Fitted values
+    /// are stored in the same type, unless `calibration` names another. A receipt names the tokens' texts by `texts`.
+    /// `progress` is called with the number of layers that are done and the number of all layers.
     pub fn measure(
         options: &ConversionOptions,
         calibration: &CalibrationOptions,
@@ -78,7 +78,7 @@ impl Calibrated {
         progress: &mut (dyn FnMut(usize, usize) + Send),
         stop: &AtomicBool,
     ) -> Result<Self, Error> {
-        // Before what may take hours.
+        // Checked before a measurement that may take hours.
         options.check_destination()?;
         let source = Source::open(&options.source, options.checkpoint.as_ref())?;
         if source.file.config.moh.is_some() {
@@ -111,20 +111,20 @@ impl Calibrated {
         self.refit
     }
 
-    /// Returns whether a tensor of the output is refitted, or the matrix of a router that was fitted.
+    /// Returns whether a tensor of the output is refitted, or is the fitted matrix of a router.
     pub(crate) fn has_refitted(&self, tensor: &str) -> bool {
         let is_projection = layer_of_output_projection(tensor).is_some();
         (self.refit && is_projection) || self.router(tensor).is_some()
     }
 
-    /// Returns the matrix of a layer's router that was fitted, by the tensor's name.
+    /// Returns the fitted matrix of a layer's router, by the tensor's name.
     pub(crate) fn router(&self, tensor: &str) -> Option<&[f32]> {
         let (layer, _) = layer_and_name(tensor).filter(|(_, name)| *name == ROUTER)?;
         let fit = self.calibration.layers.get(layer)?.router.as_ref()?;
         Some(&fit.rows)
     }
 
-    /// Returns the refitted values of a tensor; `None` if it stays the source's.
+    /// Returns the refitted values of a tensor, or `None` if it keeps the source's values.
     pub(crate) fn refitted(&self, tensor: &str) -> Result<Option<Vec<f32>>, Error> {
         match layer_of_output_projection(tensor) {
             Some(layer) => Ok(self.log.projection(layer)?),
@@ -132,12 +132,12 @@ impl Calibrated {
         }
     }
 
-    /// Removes what would make the same calibration go on, when its result is written.
+    /// Removes the log from which the same calibration would resume. Called when the result is written.
     pub(crate) fn remove_log(&self) -> Result<(), Error> {
         Ok(self.log.remove()?)
     }
 
-    /// What the receipt says of it.
+    /// Returns the calibration's part of the receipt.
     pub fn receipt(&self) -> CalibrationReceipt {
         let losses = &self.calibration.losses;
         let by_text = &self.calibration.losses_of_texts;
@@ -160,7 +160,7 @@ impl Calibrated {
 
 struct Measurement<'a> {
     source: Source,
-    /// The output's element type, if it is not the source's.
+    /// The output's element type, if it differs from the source's.
     dtype: Option<DType>,
     calibration: CalibrationOptions,
     tokens: &'a CalibrationTokens,
@@ -211,7 +211,7 @@ impl OnDevice for Measurement<'_> {
     }
 }
 
-/// Returns a path beside the output `out`, of its name and an ending.
+/// Returns a path next to the output `out`, with its name and an ending.
 pub fn beside(out: &Path, ending: &str) -> PathBuf {
     let mut name = out.file_name().unwrap_or_default().to_owned();
     name.push(ending);

@@ -63,9 +63,9 @@ enum Switch {
 pub(crate) enum SharedArgument {
     /// The first ones.
     First,
-    /// Those that a calibration chooses.
+    /// The heads that a calibration chooses.
     Calibrated,
-    /// These, of each layer, or once for all layers.
+    /// The named heads, for each layer or once for all layers.
     Ids(Vec<Vec<usize>>),
 }
 
@@ -90,7 +90,7 @@ impl FromStr for SharedArgument {
 }
 
 impl SharedArgument {
-    /// Returns the named heads, for a model of `layers` layers; `None` if none are named.
+    /// Returns the named heads for a model of `layers` layers, or `None` if no heads are named.
     pub(crate) fn sets(&self, layers: usize) -> anyhow::Result<Option<SharedHeadSets>> {
         let SharedArgument::Ids(ids) = self else { return Ok(None) };
         let each = if ids.len() == 1 { vec![ids[0].clone(); layers] } else { ids.clone() };
@@ -99,7 +99,7 @@ impl SharedArgument {
 }
 
 impl CalibrationArguments {
-    /// Refuses options that need a calibration, and heads that are given where a measurement chooses them.
+    /// Rejects options that need a calibration, and heads that are named although a measurement chooses them.
     pub(crate) fn check(
         &self,
         shared_heads: Option<&HeadCounts>,
@@ -124,18 +124,18 @@ impl CalibrationArguments {
         }
     }
 
-    /// Returns whether there is a text to measure on.
+    /// Returns whether there is a text for a measurement.
     pub(crate) fn has_text(&self) -> bool {
         !self.calibration.is_empty()
     }
 
-    /// Returns whether an argument asks for Mixture-of-Head.
+    /// Returns whether an argument requests Mixture-of-Head.
     pub(crate) fn choose_heads(&self) -> bool {
         self.has_text() || self.shared.is_some()
     }
 
     /// Measures the source of a conversion to Mixture-of-Head, if a text is given. `chooses_number` is whether the
-    /// number of shared heads is left to the measurement.
+    /// measurement chooses the number of shared heads.
     pub(crate) fn measure(
         &self,
         options: &ConversionOptions,

@@ -11,17 +11,17 @@ use moh_data::{TokenFile, Windows, json_lines, with_ending};
 use moh_model::ModelConfig;
 use moh_text::TextTokenizer;
 
-/// Most tokens of a window if its length is not given, and of the model's own text, whose windows should begin often.
+/// Maximum tokens of a window if its length is not given. The maximum for the model's own text has more windows start.
 const MOST_LENGTH: usize = 2048;
 const MOST_OWN_LENGTH: usize = 512;
-/// Windows that there are at least if their length is not given: one for each of nine passes.
+/// Minimum number of windows if their length is not given: a window for each of nine passes.
 const LEAST_WINDOWS: usize = 9;
-/// Tokens if their number is not given: at least so many, and so many for each column of an output projection.
+/// Tokens if their number is not given: a number for each column of an output projection, and a minimum.
 const LEAST_TOKENS: usize = 1 << 16;
 const TOKENS_OF_COLUMN: usize = 128;
 const MAX_LINE_BYTES: u64 = 64 << 20;
 
-/// A text, and how often its windows come beside those of others.
+/// A text, and the weight of its windows among other texts' windows.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct CalibrationText {
     pub path: PathBuf,
@@ -31,7 +31,7 @@ pub(crate) struct CalibrationText {
 impl FromStr for CalibrationText {
     type Err = String;
 
-    /// From `PATH` or `PATH=WEIGHT`.
+    /// Parses `PATH` or `PATH=WEIGHT`.
     fn from_str(text: &str) -> Result<Self, String> {
         let (path, weight) = match text.rsplit_once('=') {
             Some((path, weight)) if !Path::new(text).exists() => {
@@ -45,34 +45,34 @@ impl FromStr for CalibrationText {
     }
 }
 
-/// How much is read.
+/// Sizes of the calibration tokens.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sizes {
-    /// Tokens of all texts; `None` for as many as a fit of the model's output projections needs.
+    /// Tokens of all texts. `None` for the number that a fit of the model's output projections needs.
     pub tokens: Option<usize>,
-    /// Tokens of these on which sets of heads are compared.
+    /// Tokens among them on which sets of heads are compared.
     pub search_tokens: usize,
-    /// Tokens of a window; `None` for a power of two.
+    /// Tokens of a window. `None` for a power of two.
     pub length: Option<usize>,
 }
 
-/// Samples so many windows of so many tokens of the model's own text.
+/// Samples windows of the model's own text: the arguments are their number and their length in tokens.
 pub(crate) type SampleOwn<'a> = &'a mut dyn FnMut(usize, usize) -> anyhow::Result<Vec<Vec<u32>>>;
 
 /// The name of the model's own text, in place of a path.
 const OWN: &str = "self";
 
-/// The tokens of a text from which windows are taken.
+/// The tokens of a text from which windows are read.
 enum Source {
-    /// What the model samples.
+    /// Text that the model samples.
     Own,
-    /// The first ones of a text.
+    /// The first tokens of a text.
     Ids(Vec<u32>),
     File(Box<TokenFile>),
 }
 
-/// Reads windows of some texts, at least one, as their weights say. The text that has too few of them ends the windows
-/// of all.
+/// Reads windows of at least one text, in proportion to the texts' weights. If a text has too few windows, the windows
+/// of all texts end there.
 pub(crate) fn read(
     texts: &[CalibrationText],
     sizes: Sizes,
@@ -88,7 +88,7 @@ pub(crate) fn read(
     let mut fewest = tokens;
     for text in texts {
         let share = text.weight / sum;
-        // One window more than its share may come of a text.
+        // A text may have a window more than its share.
         let most = tokens.min((tokens as f64 * share) as usize + MOST_LENGTH);
         let source = match text.is_own() {
             true => Ok(Source::Own),
@@ -128,15 +128,15 @@ pub(crate) fn read(
     Ok(if texts.len() > 1 { tokens.of_texts(of_windows) } else { tokens })
 }
 
-/// Returns the length of windows of so many tokens.
+/// Returns the length of windows of `tokens` tokens in total, at most `most`.
 fn default_length(config: &ModelConfig, most: usize, tokens: usize) -> usize {
     let most = config.max_position_embeddings.min(most).min(tokens / LEAST_WINDOWS);
-    // A window has two tokens or more; that the text has too few of them is an error of its own.
+    // A window has at least two tokens. A text that is too short for such windows is reported elsewhere.
     most.checked_ilog2().map_or(2, |log| 1 << log).max(2)
 }
 
-/// Returns the text of each window: by multiples of the golden ratio, which go with no period, so that passes of any
-/// place have windows of each.
+/// Returns the text of each window. The order follows multiples of the golden ratio, which have no period, so that
+/// every pass has windows of each text.
 fn order(texts: &[CalibrationText], windows: usize) -> Vec<usize> {
     let sum: f64 = texts.iter().map(|text| text.weight).sum();
     let text = |window: usize| {
@@ -151,7 +151,7 @@ fn order(texts: &[CalibrationText], windows: usize) -> Vec<usize> {
 }
 
 impl CalibrationText {
-    /// Returns whether it is what the model samples.
+    /// Returns whether the text is sampled by the model.
     pub fn is_own(&self) -> bool {
         self.path == Path::new(OWN) && !self.path.exists()
     }
@@ -162,7 +162,7 @@ impl CalibrationText {
 }
 
 impl Source {
-    /// Creates a token file, or the first tokens of a text, at most `most`.
+    /// Opens a token file, or reads the first tokens of a text, at most `most`.
     fn open(
         path: &Path,
         most: usize,
@@ -189,7 +189,7 @@ impl Source {
     }
 }
 
-/// At most `count` windows, spread over a token file.
+/// Returns at most `count` windows, spread over a token file.
 fn spread(file: TokenFile, count: usize, length: usize) -> anyhow::Result<Vec<Vec<u32>>> {
     let windows = Windows::new(file, length)?.spread(count as u64);
     let read = |number| {
@@ -200,7 +200,7 @@ fn spread(file: TokenFile, count: usize, length: usize) -> anyhow::Result<Vec<Ve
     (0..windows.len()).map(read).collect()
 }
 
-/// Returns the first `tokens` ids of a text, each document as the tokenizer encodes it and followed by the end of text.
+/// Returns the first `tokens` ids of a text. Each document is encoded by the tokenizer and followed by the end of text.
 fn encoded(
     text: &Path,
     tokens: usize,

@@ -13,7 +13,7 @@ use moh_model::{Architecture, ModelConfig, RopeScaling};
 
 use crate::Error;
 
-/// Why candle cannot compute a model.
+/// Returns why candle cannot compute a model.
 pub(crate) fn obstacle(config: &ModelConfig) -> Option<&'static str> {
     if config.moh.is_some() {
         return Some("the source is a Mixture-of-Head model");
@@ -36,7 +36,7 @@ pub(crate) fn obstacle(config: &ModelConfig) -> Option<&'static str> {
     }
 }
 
-/// Returns the logits of the last of `ids`, `[V]`, of the model whose tensors `read` writes by name.
+/// Returns the logits after the last of `ids`, `[V]`, of a model. `read` reads its tensors by name.
 pub(crate) fn last_logits(
     config: &ModelConfig,
     ids: &[u32],
@@ -106,7 +106,7 @@ fn llama_config(config: &ModelConfig, positions: usize) -> Config {
     }
 }
 
-/// As [`llama_config`].
+/// Returns the configuration of a Qwen3 model, as [`llama_config`] does for a Llama model.
 fn qwen3_config(config: &ModelConfig, positions: usize) -> qwen3::Config {
     qwen3::Config {
         vocab_size: config.vocab_size,

@@ -1,4 +1,4 @@
-//! The card of a converted model: what its source says of itself, and what the conversion has changed.
+//! The card of a converted model: the content of its source's card, and the changes by the conversion.
 
 use indicatif::HumanCount;
 use moh_hf::ModelCard;

@@ -1,10 +1,10 @@
 //! Converts a checkpoint to Mixture-of-Head, or back to dense.
 //!
-//! A conversion changes no weight, unless the output projections are refitted ([`crate::calibrated`]), and adds those
-//! of a router with matrices, zeros or fitted ones: tensors are copied from the mapped source to the output in pieces,
-//! which several threads check and hash while they are written ([`moh_hf::model_directory`]).
-//! The system reads the next pieces meanwhile (`read_ahead`). On request the element type changes and the vocabulary
-//! grows (see `vocabulary.rs`). A conversion uses constant memory.
+//! A conversion changes no weight, unless the output projections are refitted ([`crate::calibrated`]). A router with
+//! matrices adds its own weights, which are zeros or fitted. Tensors are copied from the mapped source to the output in
+//! pieces, which several threads check and hash while they are written ([`moh_hf::model_directory`]).
+//! At the same time the system reads the next pieces (`read_ahead`). On request the element type changes and the
+//! vocabulary grows (see `vocabulary.rs`). A conversion uses constant memory.
 
 use std::collections::HashSet;
 use std::ops::ControlFlow;
@@ -56,36 +56,36 @@ impl TargetAttention {
 /// The input, output and settings of a conversion.
 #[derive(Debug, Clone)]
 pub struct ConversionOptions {
-    /// The model directory to read; of a run, its `model/`.
+    /// The model directory to read. For a run, its `model/`.
     pub source: PathBuf,
     /// The checkpoint of a run to convert, instead of the weights in `source`.
     pub checkpoint: Option<RunCheckpoint>,
-    /// The ids of the base models in the card; the source's if empty.
+    /// The ids of the base models in the card. If empty, the source's.
     pub base_models: Vec<String>,
-    /// The id of the licence in the card; the source's if `None`.
+    /// The id of the licence in the card. If `None`, the source's.
     pub license: Option<String>,
     /// The model directory to write.
     pub out: PathBuf,
     /// The output's attention.
     pub attention: TargetAttention,
-    /// What was measured of the source, in place of `attention`; `None` for the heads of `attention` and
-    /// the source's weights.
+    /// Measured heads and projections, which replace `attention`. If `None`, the heads of `attention` and the source's
+    /// weights.
     pub calibrated: Option<Arc<Calibrated>>,
-    /// The output's element type; each source tensor's own if `None`.
+    /// The output's element type. If `None`, each source tensor's own type.
     pub dtype: Option<DType>,
     /// Maximum bytes of a weight file.
     pub max_shard_bytes: u64,
     /// Whether an existing model directory at `out` is replaced.
     pub force: bool,
-    /// A directory with the tokenizer whose larger vocabulary the model adopts.
+    /// A directory with a tokenizer. The model adopts its larger vocabulary.
     pub tokenizer: Option<PathBuf>,
-    /// Grow the vocabulary to a multiple of this; if `None`, to a multiple of 128 with `tokenizer`, and not at all
-    /// without.
+    /// The vocabulary grows to a multiple of this number. If `None`, it grows to a multiple of 128 with `tokenizer`,
+    /// and does not grow without it.
     pub pad_vocab_to: Option<usize>,
 }
 
 impl ConversionOptions {
-    /// Mixture-of-Head with the defaults of the command line.
+    /// Creates options for Mixture-of-Head with the defaults of the command line.
     pub fn new(source: impl Into<PathBuf>, out: impl Into<PathBuf>) -> Self {
         ConversionOptions {
             source: source.into(),
@@ -103,7 +103,7 @@ impl ConversionOptions {
         }
     }
 
-    /// Returns the directory of the source's tokenizer; `None` for a run that has none.
+    /// Returns the directory of the source's tokenizer, or `None` for a run without a tokenizer.
     pub fn source_tokenizer(&self) -> Option<PathBuf> {
         match &self.checkpoint {
             Some(checkpoint) => checkpoint.run.tokenizer(),
@@ -119,19 +119,19 @@ impl ConversionOptions {
         }
     }
 
-    /// Refuses an output that the conversion may not write.
+    /// Rejects an output that the conversion may not write.
     pub(crate) fn check_destination(&self) -> Result<(), Error> {
         refuse_overlap(&self.source, &self.out)?;
         Ok(check_destination(&self.out, self.force)?)
     }
 }
 
-/// A conversion whose output does not have its name yet; dropping it removes the output.
+/// A conversion with its output under a temporary name. Dropping it removes the output.
 #[derive(Debug)]
 pub struct Conversion {
     /// The results.
     pub receipt: Receipt,
-    /// Leading rows of the vocabulary that are the source's.
+    /// Leading rows of the vocabulary that are equal to the source's.
     kept_rows: usize,
     pending: PendingModel,
     calibrated: Option<Arc<Calibrated>>,
@@ -149,7 +149,7 @@ impl Conversion {
         verify::verify(&self.receipt.source, self.pending.path(), self.kept_rows, refit, device)
     }
 
-    /// Gives the output its name. A model directory that it replaces has the name until then.
+    /// Renames the output to its final name. Until then, an existing model directory keeps that name.
     pub fn publish(self) -> Result<Receipt, Error> {
         self.pending.publish()?;
         self.calibrated.map_or(Ok(()), |calibrated| calibrated.remove_log())?;
@@ -157,13 +157,13 @@ impl Conversion {
     }
 }
 
-/// Converts a model directory, or a checkpoint of a run. [`Conversion::publish`] gives the output its
-/// name. `progress` is called for every piece, with the bytes that are written and all of them, and can stop the
+/// Converts a model directory, or a checkpoint of a run. [`Conversion::publish`] renames the output to its final
+/// name. `progress` is called for every piece, with the bytes written so far and the total bytes. It can stop the
 /// conversion with `ControlFlow::Break`.
 ///
 /// # Errors
-/// Fails if the source is not a complete model with finite weights, if the options do not fit it,
-/// or if the output cannot be written; nothing is left behind.
+/// Fails if the source is not a complete model with finite weights, if the options do not fit the model,
+/// or if the output cannot be written. Removes the partial output.
 pub fn convert(
     options: &ConversionOptions,
     progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
@@ -179,7 +179,7 @@ pub fn convert(
     Ok(Conversion { receipt, kept_rows, pending, calibrated: options.calibrated.clone() })
 }
 
-/// What a conversion writes.
+/// The output of a conversion.
 pub(crate) struct Plan<'a> {
     pub options: &'a ConversionOptions,
     pub source: &'a Source,
@@ -187,10 +187,10 @@ pub(crate) struct Plan<'a> {
     pub config: ModelConfig,
     /// The output's tensors.
     pub tensors: Vec<TensorSpec>,
-    /// `None` if the vocabulary stays as it is.
+    /// The growth of the vocabulary. `None` if the vocabulary is unchanged.
     pub expansion: Option<Expansion>,
-    /// A router's matrices that the source does not have. Those that a calibration did not fit begin as zeros,
-    /// with which every active head of one-stage and two-stage routing has weight 1.
+    /// Matrices of a router that the source does not have. Matrices that a calibration did not fit start as zeros.
+    /// With zeros, every active head of one-stage and two-stage routing has weight 1.
     pub added: HashSet<String>,
 }
 
@@ -244,8 +244,8 @@ impl<'a> Plan<'a> {
         self.source.file.fields.get(OUTPUT_REFITTED).is_some_and(|refitted| refitted == true)
     }
 
-    /// Returns whether the output is a dense model of a Mixture-of-Head model's refitted output projections: neither
-    /// that model nor the one it was converted from.
+    /// Returns whether the output is a dense model of a Mixture-of-Head model's refitted output projections. Such a
+    /// model equals neither the Mixture-of-Head model nor the dense model from which that model was converted.
     pub fn is_dense_of_refitted(&self) -> bool {
         self.config.moh.is_none() && self.is_source_refitted()
     }
@@ -260,7 +260,7 @@ impl<'a> Plan<'a> {
         progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
     ) -> Result<PendingModel, Error> {
         let Plan { options, source: Source { file, weights, .. }, config, tensors, .. } = self;
-        // The configuration names one type: that of the widest part of the model, its embedding.
+        // The configuration names a single type: the type of the embedding, the model's widest part.
         let dtype = options.dtype.or(tensors.first().map(|tensor| tensor.dtype));
         let (companions, card) = self.companions_and_card()?;
         let mut fields = file.to_json(config, dtype);
@@ -323,7 +323,7 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// Replacing the source, or a directory that contains it, would delete the input.
+/// Rejects an output that is the source or contains it: replacing the output would delete the input.
 fn refuse_overlap(source: &Path, out: &Path) -> Result<(), Error> {
     if let (Ok(source), Ok(out)) = (source.canonicalize(), out.canonicalize())
         && source.starts_with(&out)
@@ -346,7 +346,7 @@ fn plan_expansion(options: &ConversionOptions, rows: usize) -> Result<Option<Exp
     Ok(Some(expansion).filter(|expansion| !expansion.is_identity()))
 }
 
-/// Writes other values than the source's.
+/// Writes values that replace the source's.
 fn write_refitted(
     weights: &Weights,
     spec: &TensorSpec,
@@ -363,7 +363,7 @@ fn write_refitted(
     Ok(())
 }
 
-/// Writes the tensor of a router that was fitted.
+/// Writes the fitted tensor of a router.
 fn write_fitted(
     spec: &TensorSpec,
     values: &[f32],
@@ -385,7 +385,7 @@ fn write_fitted(
     Ok(())
 }
 
-/// Writes the tensor of a router that the source does not have, with the values that it begins with.
+/// Writes the tensor of a router that the source does not have, with its initial values.
 fn write_zeros(spec: &TensorSpec, sink: &mut Sink<'_, Error>) -> Result<(), Error> {
     let zeros = vec![0; PIECE_BYTES];
     let bytes = spec.num_bytes();
@@ -479,7 +479,7 @@ impl Converter<'_, '_> {
         Ok(())
     }
 
-    /// Ends the work on a piece of the source.
+    /// Releases a piece of the source after use.
     fn release(&mut self, start: usize, length: usize) {
         self.read_ahead.passed(self.weights, length);
         self.weights.release(&self.spec.name, start..start + length);

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-/// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
+/// An error of this crate. Its message is one sentence: the problem, the place, and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file could not be read or written, or cannot be used.
@@ -11,10 +11,10 @@ pub enum Error {
     /// An option does not fit the model.
     #[error("{0}")]
     Option(String),
-    /// The progress callback stopped the conversion; nothing was written.
+    /// The progress callback stopped the conversion. Nothing was written.
     #[error("interrupted: nothing was written")]
     Interrupted,
-    /// A calibration was stopped after so many layers, which a file keeps.
+    /// A calibration was stopped after this number of layers, which a file keeps.
     #[error("interrupted: {} keeps the layers that were measured, {_0}; the same command goes on behind them", _1.display())]
     Kept(usize, PathBuf),
     /// A tokenizer could not be read, or cannot be used.
@@ -23,10 +23,10 @@ pub enum Error {
     /// A model could not be read or written.
     #[error(transparent)]
     Hf(#[from] moh_hf::Error),
-    /// The card of a run could not be made.
+    /// The card of a run could not be created.
     #[error(transparent)]
     Train(#[from] moh_train::Error),
-    /// A run has no such checkpoint, or it could not be read, or is damaged.
+    /// A run does not have the checkpoint, or the checkpoint could not be read or is damaged.
     #[error(transparent)]
     Checkpoint(#[from] moh_checkpoint::Error),
     /// The source could not be measured.

@@ -1,4 +1,4 @@
-//! `moh-convert`: a Llama or Qwen3 checkpoint in, a Mixture-of-Head model out.
+//! `moh-convert`: converts a Llama or Qwen3 checkpoint to a Mixture-of-Head model.
 
 mod calibration_arguments;
 mod calibration_text;
@@ -133,7 +133,7 @@ fn output_types() -> impl TypedValueParser<Value = DType> {
         .try_map(|name| DType::from_name(&name).ok_or("not an element type"))
 }
 
-/// Returns the bytes in decimal (KB, MB, GB) or binary (KiB, MiB, GiB) units, as transformers reads them.
+/// Parses bytes in decimal (KB, MB, GB) or binary (KiB, MiB, GiB) units, as transformers does.
 fn parse_size(text: &str) -> Result<u64, String> {
     let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(end);
@@ -153,7 +153,7 @@ fn parse_size(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Parses a head count, or one for each layer, separated by commas.
+/// Parses a head count, or a count for each layer, separated by commas.
 fn parse_head_counts(text: &str) -> Result<HeadCounts, String> {
     let count = |text: &str| {
         text.trim().parse::<usize>().map_err(|_| {
@@ -181,7 +181,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Returns the requested attention; `None` if nothing is said about it.
+/// Returns the requested attention, or `None` if no argument requests any.
 fn attention(arguments: &Arguments) -> Option<TargetAttention> {
     let Arguments { attention, router, shared_heads, active, routed_top_k, calibration, .. } =
         arguments.clone();
@@ -256,7 +256,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         (dtype, _) => dtype,
     };
     let is_run = checkpoint.is_some();
-    // With code of its own a source may have had these heads, as the paper's released model has.
+    // A source with its own code may have had these heads, like the paper's released model.
     let was_dense = !is_run && {
         let file = ConfigFile::read(&source)?;
         file.config.moh.is_none() && !file.fields.contains_key("auto_map")
@@ -304,7 +304,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let verification = match is_run {
         true => None,
         false => {
-            // Verification does not look at `stop`: a signal ends the program.
+            // Verification does not check `stop`: a signal ends the program.
             let _temporary = Registered::directory(conversion.path());
             let verify = || verify_output(arguments, &conversion, device);
             exit::removing_temporary_files_on_signals(verify).context("signals")??
@@ -340,7 +340,7 @@ fn verify_output(
     Ok(Some(conversion.verify(device)?))
 }
 
-/// Checks, before the conversion, that its receipt can be written.
+/// Checks, before the conversion, that the receipt can be written.
 fn check_receipt(path: &Path, force: bool) -> anyhow::Result<()> {
     let option = || format!("--receipt {}", path.display());
     if path.is_dir() {
@@ -349,11 +349,11 @@ fn check_receipt(path: &Path, force: bool) -> anyhow::Result<()> {
     if path.exists() && !force {
         bail!("{}: exists: choose another file, or --force to replace it", option());
     }
-    // Its directories are made with it: a conversion that fails leaves none.
+    // Missing directories are created with the receipt, so that a failed conversion creates no directory.
     let parents = moh_files::parent(path).ancestors();
     let place = parents.into_iter().find(|place| place.exists()).unwrap_or(Path::new("."));
     let file = place.join(path.file_name().unwrap_or_default());
-    // Dropped, so that nothing is left of it.
+    // Dropped, which removes the file.
     PendingFile::create(&file).with_context(option)?;
     Ok(())
 }
@@ -376,7 +376,7 @@ fn model_name(from: &str) -> String {
     path.file_name().map_or_else(|| "model".to_string(), |name| name.to_string_lossy().into_owned())
 }
 
-/// Larger models are compared on request only.
+/// Larger models are compared only on request.
 const VERIFIED_BYTES: u64 = 1_000_000_000;
 
 fn print_receipt(
@@ -468,7 +468,7 @@ fn describe_tensors(receipt: &Receipt) -> String {
 
 fn print_verification(found: &Verification, out: &mut impl Write) -> std::io::Result<()> {
     let logits = format!("{} logits with all heads on", HumanCount(found.logits as u64));
-    // A wider type has the source's values.
+    // A wider type represents the source's values exactly.
     match found.rounding.filter(|rounding| rounding.largest_difference > 0.0) {
         None => {
             let distance = distance(found.largest_difference.into(), "the source's");
@@ -498,7 +498,7 @@ fn print_verification(found: &Verification, out: &mut impl Write) -> std::io::Re
     }
 }
 
-/// How far numbers are from others at most.
+/// Describes the largest difference between numbers.
 fn distance(largest: f64, from: &str) -> String {
     match largest == 0.0 {
         true => format!("equal to {from}"),

@@ -1,4 +1,4 @@
-//! Text that a model samples itself, for a calibration without any other: self-calibration (arXiv 2410.17170).
+//! Text that a model samples itself, for a calibration without other text: self-calibration (arXiv 2410.17170).
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,14 +16,14 @@ use moh_program::options;
 use moh_program::progress::Bar;
 use moh_text::{ChatTemplate, Conversation, RenderThreads, TextTokenizer};
 
-/// The temperature of a window's first token, which falls to 1 over [`WARM_TOKENS`]: windows begin differently, and go on
-/// as the model writes.
+/// The temperature of a window's first token. It falls to 1 over [`WARM_TOKENS`] tokens, so that windows start
+/// differently and continue as the model writes.
 const FIRST_TEMPERATURE: f64 = 2.0;
 const WARM_TOKENS: usize = 10;
-/// Most windows that are sampled side by side, and bytes of their keys and values.
+/// Maximum number of windows that are sampled together, and maximum bytes of their keys and values.
 const AT_ONCE: usize = 64;
 const CACHE_BYTES: usize = 4 << 30;
-/// Text that a template puts where a user's message begins.
+/// Placeholder for a user's message in a chat template.
 const MESSAGE: &str = "MESSAGE";
 const RENDERING_TIME: Duration = Duration::from_secs(60);
 
@@ -69,8 +69,8 @@ impl Compute for OwnText<'_> {
     }
 }
 
-/// Returns the tokens with which windows begin, in turn: what begins a text, and what comes before a user's message in
-/// a model's chat template.
+/// Returns the tokens with which windows start, in turn: the start of a text, and the text before a user's message in
+/// the model's chat template.
 fn starts(
     model: &NamedModel,
     tokenizer: &TextTokenizer,
@@ -86,7 +86,7 @@ fn starts(
     if let Some(template) = ChatTemplate::find(tokenizer)? {
         let template = RenderThreads::new(template, RENDERING_TIME)?;
         let conversation = Arc::new(Conversation::of_texts([("user", MESSAGE)]));
-        // A template that refuses it has other conversations in mind.
+        // A template that rejects this conversation is for other conversations.
         if let Ok(rendered) = template.render(&conversation, false)
             && let Some((before, _)) = rendered.split_once(MESSAGE)
         {
@@ -98,8 +98,8 @@ fn starts(
     Ok(starts)
 }
 
-/// Samples windows of `length` tokens side by side, each after what it begins with; their numbers seed them. `progress` is
-/// called with the tokens so far, of all windows.
+/// Samples windows of `length` tokens together, each after its start tokens. The windows' numbers seed the sampling.
+/// `progress` is called with the number of tokens so far, over all windows.
 fn sample<B: Backend, T: Element>(
     model: &Model<B, T>,
     windows: Vec<(usize, &[u32])>,
@@ -114,7 +114,7 @@ fn sample<B: Backend, T: Element>(
     let mut sequences = Vec::new();
     for start in &ids {
         let sequence = generator.add(start, 0)?;
-        // All but the last token of each, so that a pass has one of each then.
+        // Every token of a start except the last, so that the passes below have a single token of each window.
         for tokens in start[1..].chunks(options.pass_tokens) {
             generator.pass(&[Chunk { sequence, tokens: tokens.len(), logits: 0 }])?;
         }

@@ -1,5 +1,5 @@
-//! Asks the system to read a source's tensors before they are needed, so that the disk has several requests at
-//! once and is never waited for between two tensors.
+//! Requests a source's tensors from the system before they are needed. The disk then has several requests at
+//! once, and the conversion does not wait for the disk between two tensors.
 
 use std::ops::Range;
 
@@ -9,21 +9,21 @@ use moh_hf::model_directory::PIECE_BYTES;
 use crate::Error;
 use crate::source::Weights;
 
-/// Bytes asked for ahead of those in use.
+/// Bytes requested ahead of the bytes in use.
 const AHEAD_BYTES: usize = 64 << 20;
 
-/// A walk over the source's tensors, ahead of the conversion.
+/// A walk through the source's tensors, ahead of the conversion.
 pub(crate) struct ReadAhead<'a> {
-    /// Names, and bytes in the source's files.
+    /// The names of the tensors, and their bytes in the source's files.
     tensors: Vec<(&'a str, usize)>,
-    /// The next bytes to ask for: a tensor, and an offset in it.
+    /// The next bytes to request: a tensor, and an offset in it.
     next: (usize, usize),
-    /// Bytes that have been asked for, and that the conversion has not passed.
+    /// Bytes that were requested, and that the conversion has not passed.
     ahead: usize,
 }
 
 impl<'a> ReadAhead<'a> {
-    /// Starts to read `tensors`, which are needed in this order.
+    /// Starts to read `tensors`, which must be in the order of their use.
     pub fn start(
         weights: &Weights,
         tensors: impl IntoIterator<Item = &'a TensorSpec>,
@@ -37,7 +37,7 @@ impl<'a> ReadAhead<'a> {
         Ok(read_ahead)
     }
 
-    /// Says that the conversion has passed the next `bytes`, and asks for more.
+    /// Records that the conversion has passed the next `bytes`, and requests more.
     pub fn passed(&mut self, weights: &Weights, bytes: usize) {
         self.ahead = self.ahead.saturating_sub(bytes);
         while let Some((name, part)) = self.request() {
@@ -45,7 +45,7 @@ impl<'a> ReadAhead<'a> {
         }
     }
 
-    /// Returns the next part of a tensor to ask for; `None` if enough has been asked for.
+    /// Returns the next part of a tensor to request, or `None` if enough bytes are requested.
     fn request(&mut self) -> Option<(&'a str, Range<usize>)> {
         let (tensor, start) = self.next;
         let &(name, length) = self.tensors.get(tensor).filter(|_| self.ahead < AHEAD_BYTES)?;

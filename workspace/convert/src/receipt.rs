@@ -21,7 +21,7 @@ pub struct Receipt {
     pub out: PathBuf,
     /// Query heads of a block.
     pub heads: usize,
-    /// Shared heads; all heads of a dense model.
+    /// Shared heads. For a dense model, all heads.
     pub shared_heads: HeadCounts,
     /// Routed heads.
     pub routed_heads: HeadCounts,
@@ -30,13 +30,13 @@ pub struct Receipt {
     pub routed_top_k: HeadCounts,
     /// Active heads per token.
     pub active_heads: HeadCounts,
-    /// What the share of active heads became, if it could not be met exactly.
+    /// The share of active heads after rounding, if the requested share was not possible.
     #[serde(skip)]
     pub rounding: Option<String>,
-    /// What was measured of the source, and chosen by it.
+    /// The measurements of the source, and the choices from them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub calibration: Option<CalibrationReceipt>,
-    /// Parameters of the output; a tied head counts once.
+    /// Parameters of the output. A tied head counts once.
     pub parameters: u64,
     /// Rows of the vocabulary before and after.
     pub vocab_size: [usize; 2],
@@ -46,7 +46,7 @@ pub struct Receipt {
     pub attention_flops_per_token: [f64; 2],
     /// Forward FLOPs of the whole model per token, before and after.
     pub flops_per_token: [f64; 2],
-    /// The share of them that is left at some lengths.
+    /// The remaining share of forward FLOPs, at some lengths.
     #[serde(skip)]
     pub flops_left: Vec<(usize, f64)>,
     /// Bytes of the output's tensors.
@@ -57,7 +57,7 @@ pub struct Receipt {
     pub seconds: f64,
     /// Every tensor of the output.
     pub tensors: Vec<TensorReceipt>,
-    /// What a user should know about the source's files, or about the output, in a sentence.
+    /// A sentence for the user about the source's files or the output.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub warning: Option<String>,
 }
@@ -67,7 +67,7 @@ pub struct Receipt {
 pub struct TensorReceipt {
     /// Its name.
     pub name: String,
-    /// Element type in the source; `None` of a tensor that it does not have.
+    /// Element type in the source. `None` for a tensor that the source lacks.
     pub source_dtype: Option<&'static str>,
     /// Element type in the output.
     pub dtype: &'static str,
@@ -82,10 +82,10 @@ pub struct TensorReceipt {
     pub refitted: bool,
 }
 
-/// A length of many texts, at which attention is a small part of a model's work.
+/// A typical length of texts, at which attention is a small part of a model's work.
 const SHORT: usize = 512;
 
-/// Returns the share of a model's forward FLOPs that is left after a conversion, at a short length and at its longest.
+/// Returns the share of a model's forward FLOPs that remains after a conversion, at a short and at its longest length.
 fn flops_left(before: &ModelConfig, after: &ModelConfig) -> Vec<(usize, f64)> {
     let longest = after.max_position_embeddings;
     let mut lengths = vec![SHORT.min(longest), longest];
@@ -96,13 +96,13 @@ fn flops_left(before: &ModelConfig, after: &ModelConfig) -> Vec<(usize, f64)> {
 }
 
 impl Receipt {
-    /// Returns whether tokens compute fewer heads than in the source.
+    /// Returns whether tokens use fewer heads than in the source.
     pub fn loses_heads(&self) -> bool {
         let [before, after] = self.attention_flops_per_token;
         after < before
     }
 
-    /// Describes the output of `plan` since `start`.
+    /// Describes the output of `plan`, with the time since `start`.
     pub(crate) fn new(plan: &Plan<'_>, written: &Written, start: Instant) -> Result<Self, Error> {
         let Plan { options, source, config, tensors, .. } = plan;
         let original: &ModelConfig = &source.file.config;
@@ -112,7 +112,7 @@ impl Receipt {
         let length = config.max_position_embeddings;
         let flops = [original, config].map(|config| config.flops_per_token(length));
         let layers = 0..config.num_hidden_layers;
-        // What was measured does not come from a share.
+        // Measured heads do not come from a share.
         let request = options.attention.request().filter(|_| options.calibrated.is_none());
         let ModelConfig { num_attention_heads: heads, num_key_value_heads: kv_heads, .. } =
             *original;
@@ -153,7 +153,7 @@ impl Receipt {
     }
 }
 
-/// What a user should know about the source's files, the tokenizers' files, and a dense model of refitted projections.
+/// Returns a warning about the source's files, the tokenizers' files, or a dense model of refitted projections.
 fn warning(plan: &Plan<'_>) -> Option<String> {
     let refitted = plan.is_dense_of_refitted().then(|| {
         format!(
@@ -183,7 +183,7 @@ impl TensorReceipt {
             name: spec.name.clone(),
             source_dtype: source_dtype.map(DType::name),
             dtype: spec.dtype.name(),
-            // A copied tensor's bytes were hashed on their way out of the source's mapping.
+            // A copied tensor's bytes were hashed as they were read from the source's mapping.
             source_blake3: unchanged.then(|| blake3.clone()),
             blake3,
             unchanged,

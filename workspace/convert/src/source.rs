@@ -17,13 +17,13 @@ use crate::Error;
 pub(crate) struct Source {
     pub file: ConfigFile,
     pub weights: Weights,
-    /// What a user should know about the files, in a sentence.
+    /// A sentence for the user about the files.
     pub warning: Option<String>,
 }
 
 pub(crate) enum Weights {
     Files(WeightFiles),
-    /// Tensors of a run. When a tensor is needed, it is read, compared with its hash, and rounded to the type of the run's
+    /// Tensors of a run. A tensor is read on use, compared with its hash, and rounded to the type of the run's
     /// export.
     Checkpoint {
         stored: Box<StoredCheckpoint>,
@@ -34,7 +34,7 @@ pub(crate) enum Weights {
 }
 
 impl Weights {
-    /// What tells them from others.
+    /// Returns a text that identifies the weights.
     pub fn identity(&self) -> String {
         match self {
             Weights::Files(files) => files.sample().to_hex().to_string(),
@@ -99,7 +99,7 @@ impl Weights {
         }
     }
 
-    /// Says that an element of a tensor is not finite.
+    /// Returns the error of a tensor's element that is not finite.
     pub(crate) fn not_finite(&self, name: &str, element: usize) -> Error {
         match self {
             Weights::Files(files) => files.not_finite(name, element).into(),
@@ -118,7 +118,7 @@ impl Weights {
         }
     }
 
-    /// Returns the bytes of a tensor in the source's files; 0 if they are not mapped.
+    /// Returns the bytes of a tensor in the source's files, or 0 if they are not mapped.
     pub(crate) fn stored_bytes(&self, name: &str) -> Result<usize, Error> {
         match self {
             Weights::Files(files) => Ok(files.get(name)?.bytes.len()),
@@ -126,14 +126,14 @@ impl Weights {
         }
     }
 
-    /// Asks the system to read a part of a mapped tensor soon.
+    /// Requests that the system reads a part of a mapped tensor soon.
     pub(crate) fn prefetch(&self, name: &str, part: Range<usize>) {
         if let Weights::Files(files) = self {
             files.prefetch(name, part);
         }
     }
 
-    /// Gives mapped memory back.
+    /// Releases mapped memory.
     pub(crate) fn release(&self, name: &str, part: Range<usize>) {
         if let Weights::Files(files) = self {
             files.release(name, part);

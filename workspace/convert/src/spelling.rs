@@ -1,10 +1,10 @@
 //! Spells a string with a tokenizer's tokens, without the additions of encoding.
 //!
 //! A vocabulary's entries are not text: byte-level BPE writes each byte as a printable character
-//! (a leading space is U+0120), sentencepiece writes a space as U+2581. Decoding an entry to text
-//! and encoding that again adds or loses the leading space. The model behind the normalizer and
-//! the pre-tokenizer works on exactly the alphabet of the vocabulary, so an entry of another
-//! vocabulary over the same alphabet goes to it directly.
+//! (a leading space is U+0120), sentencepiece writes a space as U+2581. If an entry is decoded to text
+//! and encoded again, a leading space is added or lost. The tokenizer's model, which follows the normalizer
+//! and the pre-tokenizer, uses exactly the alphabet of the vocabulary. So an entry of another vocabulary
+//! over the same alphabet is passed to the model directly.
 
 use tokenizers::{Model, PreTokenizerWrapper, Tokenizer};
 
@@ -34,7 +34,7 @@ impl<'a> Speller<'a> {
         }
     }
 
-    /// Spells an entry of a vocabulary over the same alphabet; empty if it cannot be spelled.
+    /// Spells an entry of a vocabulary over the same alphabet. Returns no tokens if it cannot be spelled.
     pub(crate) fn spell_token(&self, entry: &str) -> Vec<u32> {
         // Sentencepiece's byte tokens represent a byte, not their six characters.
         if !self.byte_level
@@ -53,7 +53,7 @@ impl<'a> Speller<'a> {
     /// alphabet.
     pub(crate) fn spell_text(&self, text: &str) -> Vec<u32> {
         if self.byte_level {
-            // Its pre-tokenizer maps bytes to the alphabet and splits words.
+            // Its pre-tokenizer maps bytes to the alphabet, and splits words.
             let encoding = self.tokenizer.encode_fast(text, false);
             return encoding.map_or_else(|_| Vec::new(), |encoding| self.known(encoding.get_ids()));
         }

@@ -1,11 +1,11 @@
-//! Verifies a conversion: the output has the source's weights, and with all heads active it computes the
-//! source's logits. Refitted output projections are the output's own, and take the place of the source's in
-//! all comparisons.
+//! Verifies a conversion: the output has the source's weights, and computes the source's logits with all heads
+//! active. If output projections are refitted, all comparisons use the output's projections instead of the
+//! source's.
 //!
-//! Both models run in f32 on the same token ids. If the output has a different element type, rounding
-//! explains the difference to the source's logits if the source, its weights rounded to that type,
-//! computes the output's. Then candle computes the source, rounded as well, with its own
-//! implementation, if it supports the model, and its logits of the last token must equal the output's.
+//! Both models run in f32 on the same token ids. If the output has another element type, its logits must equal
+//! the logits of the source with weights rounded to that type. If candle supports the model, candle also
+//! computes the rounded source with its own implementation. Its logits of the last token must then equal the
+//! output's.
 
 use std::path::Path;
 
@@ -28,24 +28,24 @@ const TOLERANCE: f32 = 1e-5;
 /// Tolerance relative to the largest logit: another implementation's sums and exponentials.
 const INDEPENDENT_TOLERANCE: f32 = 1e-4;
 
-/// What a comparison found.
+/// The result of a comparison.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Verification {
-    /// Logits compared: those of the rows of the vocabulary that are the source's.
+    /// Number of compared logits, over the rows of the vocabulary that are equal to the source's.
     pub logits: usize,
     /// The largest absolute difference to the source's logits, with its weights in their own type.
     pub largest_difference: f32,
-    /// The largest absolute difference to the source's logits with its weights rounded to the output's
-    /// type, which rounding does not explain.
+    /// The largest absolute difference to the logits of the source with weights rounded to the output's
+    /// type. Rounding does not explain this difference.
     pub unexplained_difference: f32,
-    /// How far rounding to another type moved the weights; `None` if all of them have the source's bits.
+    /// The largest change of weights by rounding to another type. `None` if all weights have the source's bits.
     pub rounding: Option<Rounding>,
-    /// The largest absolute difference of the last token's logits to candle's, or why it cannot compute the model.
+    /// The largest absolute difference of the last token's logits to candle's, or why candle cannot compute the model.
     pub independent: Result<f32, &'static str>,
 }
 
-/// Compares the model in `out` with the one in `source` it was converted from, of whose vocabulary the
-/// first `kept_rows` rows are in both, on a device that gives the same bits in every run.
+/// Compares the model in `out` with the model in `source` from which it was converted, on a device that computes the
+/// same bits in every run. Both models have the first `kept_rows` rows of the vocabulary.
 pub(crate) fn verify(
     source: &Path,
     out: &Path,
@@ -68,7 +68,7 @@ struct Comparison<'a> {
     before: StoredModel,
     after: StoredModel,
     kept_rows: usize,
-    /// Whether the output projections are the output's own.
+    /// Whether the output projections are refitted.
     refit: bool,
 }
 
@@ -129,14 +129,14 @@ impl Comparison<'_> {
         self.refit && layer_of_output_projection(name).is_some()
     }
 
-    /// Returns a tensor of the source, or of the output if it is refitted.
+    /// Reads a tensor of the source, or of the output if it is refitted.
     fn read_source(&self, name: &str, values: &mut [f32]) -> Result<(), Error> {
         let model = if self.is_refitted(name) { &self.after } else { &self.before };
         Ok(model.weights.read_f32(name, values)?)
     }
 
-    /// Returns the output's configuration with every routed head selected or, where none is or heads are
-    /// weighed, shared.
+    /// Returns the output's configuration with all heads active. Every routed head is selected. If the router selects
+    /// no heads or weighs them, every head is shared.
     fn all_heads_on(&self) -> ModelConfig {
         let config = &self.after.file.config;
         let heads = config.num_attention_heads;
@@ -166,12 +166,12 @@ impl Comparison<'_> {
     }
 }
 
-/// Returns whether a difference is more than allowed; one that is not a number is.
+/// Returns whether a difference exceeds the limit or is not a number.
 fn exceeds(difference: f32, allowed: f32) -> bool {
     difference.is_nan() || difference > allowed
 }
 
-/// Distinct-looking ids from all over the vocabulary, the same every time.
+/// Returns ids spread over the vocabulary, the same in every run.
 fn sample_ids(vocab_size: usize, positions: usize) -> Vec<u32> {
     (0..TOKENS.min(positions))
         // Below the vocabulary's size, which fits.
@@ -196,14 +196,14 @@ fn logits<B: Backend + Clone>(
     Ok(model.logits(&activations)?)
 }
 
-/// How far two tables of logits are apart.
+/// The distance of two tables of logits.
 #[derive(Debug, Clone, Copy)]
 struct Differences {
     largest_difference: f32,
     largest_logit: f32,
 }
 
-/// Compares the first `columns` logits of every row of two tables with rows of these lengths.
+/// Compares the first `columns` logits of every row of two tables. `lengths` are the lengths of their rows.
 fn compare(expected: &[f32], found: &[f32], lengths: [usize; 2], columns: usize) -> Differences {
     let rows = expected.chunks_exact(lengths[0]).zip(found.chunks_exact(lengths[1]));
     let (mut largest_difference, mut largest_logit) = (0f32, 0f32);

@@ -1,9 +1,9 @@
 //! Grows a model's vocabulary to a larger tokenizer's.
 //!
 //! Tokens of the old tokenizer must keep their ids, and their rows are copied bit for bit. The row
-//! of a new token is the mean of the rows of the old tokens that spell it. Rows without an old
-//! token (padding) are overwritten if a new token has their id, and unchanged otherwise. Rows added
-//! for padding, and tokens that cannot be spelled, get the mean of all rows of old tokens. A
+//! of a new token is the mean of the rows of the old tokens that spell it. A row without an old
+//! token (padding) is overwritten if a new token has its id, and unchanged otherwise. Rows added
+//! for padding, and rows of tokens that cannot be spelled, are the mean of all rows of old tokens. A
 //! vocabulary never shrinks.
 
 use std::cell::OnceCell;
@@ -24,23 +24,23 @@ pub(crate) const DEFAULT_MULTIPLE: usize = 128;
 /// The source of each row of a grown vocabulary.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Expansion {
-    /// For each row from `kept` on, the old rows whose mean it gets; empty for the mean of all.
+    /// For each row from `kept` on, the old rows that it averages. Empty for the mean of all.
     sources: Vec<Vec<u32>>,
     /// Number of leading rows that are unchanged.
     kept: usize,
     /// Old rows with a token, in ascending order.
     owned: Vec<u32>,
-    /// What a user should know of the tokenizers' files, in a sentence each.
+    /// Sentences for the user about the tokenizers' files.
     pub remarks: Vec<String>,
 }
 
 impl Expansion {
-    /// Plans the expansion of a model with `old_rows` rows from the tokenizer in one directory to
-    /// the one in another, to a multiple of `pad_to` rows if given.
+    /// Plans the expansion of a model with `old_rows` rows from the tokenizer in `old_dir` to the
+    /// tokenizer in `new_dir`, to a multiple of `pad_to` rows if given.
     ///
     /// # Errors
-    /// Fails if a tokenizer cannot be read, or if the new tokenizer gives an old token a different
-    /// id.
+    /// Fails if a tokenizer cannot be read, or if an old token has a different id in
+    /// the new tokenizer.
     pub fn plan(
         old_dir: &Path,
         new_dir: &Path,
@@ -54,7 +54,7 @@ impl Expansion {
         Ok(expansion)
     }
 
-    /// As [`Expansion::plan`], with loaded tokenizers; messages name `new_dir`.
+    /// Plans the expansion as [`Expansion::plan`] does, with loaded tokenizers. Messages name `new_dir`.
     fn between(
         old: &Tokenizer,
         new: &Tokenizer,
@@ -122,7 +122,7 @@ impl Expansion {
         })
     }
 
-    /// Returns the rows of the model after.
+    /// Returns the number of rows after the expansion.
     pub fn num_rows(&self) -> usize {
         self.kept + self.sources.len()
     }
@@ -137,8 +137,8 @@ impl Expansion {
         self.sources.is_empty()
     }
 
-    /// Returns the old rows whose mean is the new row `row`: the row itself if it is unchanged, none for
-    /// the mean of all.
+    /// Returns the old rows that the new row `row` averages. Returns the row itself if it is unchanged, and no rows
+    /// for the mean of all.
     pub fn spelling(&self, row: usize) -> Vec<u32> {
         match row.checked_sub(self.kept) {
             None => vec![row as u32],
@@ -146,13 +146,13 @@ impl Expansion {
         }
     }
 
-    /// Returns the new rows of a tensor with `width` elements per row; `old` reads one of its old rows.
+    /// Returns the new rows of a tensor with `width` elements per row. `old` reads a row of the old tensor.
     pub fn rows<'a>(&'a self, width: usize, old: &'a dyn Fn(u32, &mut [f32])) -> Rows<'a> {
         Rows { expansion: self, width, old, mean: OnceCell::new() }
     }
 }
 
-/// The rows of one tensor with a grown vocabulary; see [`Expansion::rows`].
+/// The rows of a tensor with a grown vocabulary. See [`Expansion::rows`].
 pub(crate) struct Rows<'a> {
     expansion: &'a Expansion,
     width: usize,
@@ -163,7 +163,7 @@ pub(crate) struct Rows<'a> {
 
 impl Rows<'_> {
     /// Reads the new row `row` into `out`, which has the tensor's width. Means are accumulated in
-    /// f64 in the order of the ids, so that they are the same on every machine.
+    /// f64 in the order of the ids, so they are the same on every machine.
     pub fn read(&self, row: usize, out: &mut [f32]) {
         match self.expansion.spelling(row).as_slice() {
             [] => {

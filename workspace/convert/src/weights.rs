@@ -1,7 +1,7 @@
-//! Compares the weights of a conversion with the source's, both as their files have them.
+//! Compares the weights of a conversion with the source's, both as stored in their files.
 //!
-//! Weights of the source's element type must have its bits. Weights of another type may differ by what
-//! rounding explains: half a unit in the last place of that type, at the weight's magnitude.
+//! Weights in the source's element type must have its bits. Weights in another type may differ by the
+//! rounding error: half a unit in the last place of that type, at the weight's magnitude.
 
 use std::collections::HashSet;
 
@@ -15,7 +15,7 @@ use crate::Error;
 /// Elements that are compared at a time.
 const BLOCK_ELEMENTS: usize = 1 << 20;
 
-/// How far rounding to another element type moved the weights.
+/// The change of the weights by rounding to another element type.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rounding {
     /// The element type of the output.
@@ -24,8 +24,8 @@ pub struct Rounding {
     pub largest_difference: f64,
 }
 
-/// Compares the tensors that both models have, by their configurations, but those that are `refitted`; of those with a
-/// row for each token, the first `kept_rows`. `None` if no tensor has another element type than the source's.
+/// Compares the tensors that both configurations have, except tensors that are `refitted`. If a tensor has a row
+/// for each token, compares its first `kept_rows` rows. Returns `None` if every tensor has the source's element type.
 pub(crate) fn compare(
     source: &WeightFiles,
     output: &WeightFiles,
@@ -58,8 +58,8 @@ pub(crate) fn compare(
     Ok(found)
 }
 
-/// Returns the largest difference of the first elements, or the first element that differs by more than
-/// rounding explains.
+/// Returns the largest difference of the first elements. Fails with the index of the first element that differs by
+/// more than the rounding error.
 fn compare_tensor(
     before: &TensorBytes<'_>,
     after: &TensorBytes<'_>,
@@ -93,7 +93,7 @@ fn compare_tensor(
     Ok(largest)
 }
 
-/// Half a unit in the last place of a floating-point type, at the magnitude of a value.
+/// Returns half a unit in the last place of a floating-point type, at the magnitude of a value.
 fn half_unit(dtype: DType, value: f32) -> f64 {
     let (fraction_bits, least_exponent) = match dtype {
         DType::BF16 => (7, -126),
@@ -146,7 +146,7 @@ mod tests {
             (DType::F32, [1.0, 1.0 + 2f32.powi(-8), 3.0], Ok(0.0)),
             (DType::F32, [1.0, 1.0, 3.0], Err(1)),
             (DType::BF16, [1.0, 1.0, 3.0], Ok(2f64.powi(-8))),
-            // One unit instead of half of one.
+            // A whole unit instead of half a unit.
             (DType::BF16, [1.0, 1.0, 3.015_625], Err(2)),
         ] {
             let bytes = tensor(dtype, &values);

@@ -1,10 +1,11 @@
-//! The tokens that the files beside a `tokenizer.json` add to it, and the names of special tokens, in the order and with
-//! the properties that transformers 5 gives them.
+//! The tokens that the files beside a `tokenizer.json` add to it, and the names of special tokens. Order and properties
+//! are as in transformers 5.
 //!
-//! `added_tokens_decoder` of `tokenizer_config.json` comes first, by id; without it, `special_tokens_map.json` adds to and
-//! replaces the fields of that file, and `added_tokens.json` comes first. Then come the special tokens with names
-//! (`bos_token` and its kin, then fields that end in `_token`, then those of an `extra_special_tokens` with names), then
-//! `extra_special_tokens`, or `additional_special_tokens` if there are none.
+//! 1. The tokens of `added_tokens_decoder` of `tokenizer_config.json`, by id. Without this field, the tokens of
+//!    `added_tokens.json`, by id; `special_tokens_map.json` then adds and replaces fields of `tokenizer_config.json`.
+//! 2. The special tokens with names: `bos_token` and the like, then other fields that end in `_token`, then an
+//!    `extra_special_tokens` with names.
+//! 3. The list `extra_special_tokens`, or `additional_special_tokens` if that list is absent or empty.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -16,25 +17,25 @@ use crate::{Error, Result};
 const CONFIG_FILE: &str = "tokenizer_config.json";
 const MAP_FILE: &str = "special_tokens_map.json";
 const ADDED_FILE: &str = "added_tokens.json";
-/// Maximum bytes of each.
+/// Maximum bytes of each of these files.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 /// The special tokens that every tokenizer may have, in this order.
 const NAMED: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 const EXTRA: &str = "extra_special_tokens";
 const ADDITIONAL: &str = "additional_special_tokens";
-/// Special tokens of one model with their names.
+/// The field of one model's special tokens, by name.
 const OF_MODEL: &str = "model_specific_special_tokens";
 const DECODER: &str = "added_tokens_decoder";
 
 #[derive(Clone, Debug)]
 pub(crate) struct Added {
     pub content: String,
-    /// Whether it is a whole word, strips white space to its left and right, is normalized, and is special.
+    /// The values of `PROPERTIES`: whole word, strips white space on its left, on its right, normalized, special.
     properties: [bool; 5],
-    /// Whether the file names it without its properties.
+    /// Whether the file gives only the token's text, without properties.
     is_text: bool,
-    /// Its id by the file.
+    /// The id that the file gives.
     pub id: Option<u64>,
     pub file: &'static str,
 }
@@ -49,7 +50,8 @@ impl Added {
         Self { content: content.to_owned(), properties, is_text: true, id: None, file }
     }
 
-    /// Of a text, which is special, or an object with its `content`; `None` if it is neither.
+    /// Creates a token from a string, which is special, or from an object with `content`. Returns `None` for other
+    /// values.
     fn of_value(value: &Value, file: &'static str) -> Option<Self> {
         let content = value.as_str().or_else(|| value["content"].as_str())?;
         let mut token = Self::new(content, value.is_string() || value["special"] == true, file);
@@ -60,7 +62,7 @@ impl Added {
         Some(token)
     }
 
-    /// Of an entry of `added_tokens` in `tokenizer.json`.
+    /// Creates a token from an entry of `added_tokens` in `tokenizer.json`.
     pub(crate) fn of_json(value: &Value) -> Option<Self> {
         let token = Self::of_value(value, "tokenizer.json").filter(|_| value.is_object())?;
         Some(Self { id: value["id"].as_u64(), ..token })
@@ -74,7 +76,7 @@ impl Added {
         token
     }
 
-    /// Returns whether a normalizer changes it as any text.
+    /// Returns whether normalizers change the token, as any text.
     pub(crate) fn is_normalized(&self) -> bool {
         self.properties[NORMALIZED]
     }
@@ -83,22 +85,22 @@ impl Added {
         self.properties[SPECIAL]
     }
 
-    /// Returns the token when it is added to one of the same content, which stays special.
+    /// Returns the token as added after `before`, a token of the same content. A special token stays special.
     pub(crate) fn after(&self, before: Option<&Self>) -> Self {
         let mut token = self.clone();
         token.properties[SPECIAL] |= before.is_some_and(Self::is_special);
         token
     }
 
-    /// Returns whether adding one after the other changes nothing.
+    /// Returns whether content and properties are the same, so that adding both tokens changes nothing.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         (&self.content, self.properties) == (&other.content, other.properties)
     }
 }
 
-/// What the files beside a `tokenizer.json` say.
+/// The contents of the files beside a `tokenizer.json`.
 pub(crate) struct Others {
-    /// The tokens that are added, one after the other.
+    /// The added tokens, in order.
     pub added: Vec<Added>,
     pub special: BTreeMap<String, String>,
     pub settings: BTreeMap<String, bool>,
@@ -152,17 +154,17 @@ fn is_listed(value: &Value) -> bool {
         || value.as_object().is_some_and(|names| !names.is_empty())
 }
 
-/// Returns whether a field of any tokenizer names a special token of one model.
+/// Returns whether the field `name` is a special token of one model, not of every tokenizer.
 fn is_of_model(name: &str) -> bool {
     name.ends_with("_token") && !NAMED.contains(&name)
 }
 
-/// The fields of `tokenizer_config.json`, and those that `special_tokens_map.json` adds or replaces.
+/// The fields of `tokenizer_config.json`, as `special_tokens_map.json` extends and replaces them.
 struct Fields<'a> {
     /// The `tokenizer.json`.
     path: &'a Path,
     values: Map<String, Value>,
-    /// Those of `special_tokens_map.json`.
+    /// The names of the fields from `special_tokens_map.json`.
     of_map: HashSet<String>,
 }
 
@@ -178,7 +180,7 @@ impl Fields<'_> {
         Added::of_value(value, file).ok_or_else(|| self.fault(file, name, reason))
     }
 
-    /// Takes out the special tokens with other names than [`NAMED`].
+    /// Removes and returns the special tokens with names outside [`NAMED`].
     fn take_names(&mut self) -> Map<String, Value> {
         let is_name = |(name, value): &(&String, &Value)| is_of_model(name) && value.is_string();
         let names = self.values.iter().filter(is_name);
@@ -192,7 +194,7 @@ impl Fields<'_> {
         }
     }
 
-    /// Takes out `extra_special_tokens` if they have names.
+    /// Moves `extra_special_tokens` into `names` if they have names.
     fn take_extra_names(&mut self, names: &mut Map<String, Value>) {
         if let Some(Value::Object(extra)) = self.values.get_mut(EXTRA) {
             names.extend(std::mem::take(extra));
@@ -200,7 +202,7 @@ impl Fields<'_> {
         }
     }
 
-    /// Returns the tokens of `added_tokens_decoder` by their ids.
+    /// Adds the tokens of `added_tokens_decoder` to `tokens`, by id.
     fn decoded(&self, decoder: &Value, tokens: &mut BTreeMap<u64, Added>) -> Result<()> {
         let fault = |name: &str| {
             let reason =
@@ -254,8 +256,8 @@ impl Fields<'_> {
         Ok(())
     }
 
-    /// Returns the special tokens with their names, those of [`NAMED`] with the properties of the tokens of the same
-    /// content.
+    /// Returns the special tokens with their names. A token of [`NAMED`] has the properties of the known token of the
+    /// same content.
     fn special(
         &self,
         names: Map<String, Value>,
@@ -291,7 +293,7 @@ impl Fields<'_> {
     }
 }
 
-/// Returns the fields of the file `name` beside `path`; none if it does not exist.
+/// Reads the fields of the file `name` beside `path`. A missing file has no fields.
 fn read(path: &Path, name: &str) -> Result<Map<String, Value>> {
     let path = path.with_file_name(name);
     let bytes = moh_files::read_bounded_if_any(&path, MAX_FILE_BYTES, "a file of a tokenizer")?;

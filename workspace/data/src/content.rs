@@ -1,8 +1,7 @@
-//! What identifies the content of a token file, wherever it lies: the sizes of its two files, the
-//! hash of the index, and a hash of evenly spaced blocks of the tokens, and of the mask if there is one. The index gives every
-//! document's length, so most other texts have another index; the blocks distinguish those whose
-//! lengths are the same. A change of tokens between the blocks that keeps all lengths is not
-//! detected.
+//! Identifies the content of a token file, at any path, by the sizes of its two files, the hash of the index, and a
+//! hash of evenly spaced blocks of the tokens. If the file has a mask, blocks of the mask are hashed as well. The index
+//! contains every document's length, so most other texts have another index. The blocks distinguish texts with the same
+//! lengths. A change of tokens between the blocks that keeps all lengths is not detected.
 
 use serde::{Deserialize, Serialize};
 
@@ -19,16 +18,16 @@ pub struct TokenFileContent {
     pub idx_blake3: String,
     /// Bytes of `PREFIX.bin`.
     pub bin_bytes: u64,
-    /// blake3 of 256 blocks of 4096 bytes of `PREFIX.bin`, from its first to its last bytes; of all
-    /// bytes if they are no more than that.
+    /// blake3 of 256 evenly spaced blocks of 4096 bytes of `PREFIX.bin`, from its first to its last bytes. Files of at
+    /// most 1 MiB are hashed whole.
     pub bin_sample_blake3: String,
-    /// The same of `PREFIX.mask`; absent without a mask.
+    /// The same hash of `PREFIX.mask`; absent without a mask.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mask_sample_blake3: Option<String>,
 }
 
 impl TokenFileContent {
-    /// Returns the content of these files, of which the mask may be missing.
+    /// Returns the content of these files. `mask` is `None` if the token file has no mask.
     pub(crate) fn from_bytes(idx: &[u8], bin: &[u8], mask: Option<&[u8]>) -> Self {
         Self {
             idx_bytes: idx.len() as u64,

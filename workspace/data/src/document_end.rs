@@ -9,7 +9,7 @@ pub enum DocumentEnd {
     /// Not recorded, as in files of other programs.
     #[default]
     Unknown,
-    /// Documents follow each other without one.
+    /// No token ends the documents.
     Nothing,
     /// This token.
     Token(String),

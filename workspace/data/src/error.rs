@@ -59,13 +59,13 @@ pub enum Error {
 }
 
 impl Error {
-    /// For `map_err`: adds the path and the action to an I/O error.
+    /// Returns a function for `map_err` that adds the path and the action to an I/O error.
     pub(crate) fn io(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_path_buf();
         move |source| Self::Io { path, action, source }
     }
 
-    /// Returns the same error, with the user's name of the windows' length: an option, or a key.
+    /// Sets the name of the windows' length that the user knows: an option, or a key.
     pub fn with_length(mut self, name: impl Into<String>) -> Self {
         if let Self::TooShort { length, .. } = &mut self {
             *length = name.into();
@@ -81,7 +81,7 @@ impl Error {
         Self::Invalid(format!("{name} = {value}: {reason}"))
     }
 
-    /// Creates a token id of the file `path`, at `position` of the whole file, outside the model's vocabulary.
+    /// Creates the error of a token id outside the model's vocabulary. `position` counts in the whole file `path`.
     pub(crate) fn outside_vocabulary(path: &Path, position: u64, id: i64, vocabulary: u64) -> Self {
         Self::Invalid(format!(
             "{}: token {position} has the id {id}, outside the vocabulary of {vocabulary}: if it is a token of the \

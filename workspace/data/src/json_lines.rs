@@ -8,8 +8,8 @@ use serde_json::{Map, Value};
 
 use crate::{Error, Result};
 
-/// Returns the objects of an input, each with the number of its line, counted from 1; errors name `path` and the line.
-/// A line longer than `max_line_bytes` is an error.
+/// Returns the objects of an input, each with its line number, counted from 1. Errors name `path` and the line. A line
+/// longer than `max_line_bytes` is an error.
 pub fn json_lines<R: BufRead>(
     path: &Path,
     mut reader: R,
@@ -35,7 +35,7 @@ pub fn json_lines<R: BufRead>(
     })
 }
 
-/// Returns the object of a line; `None` if it is blank.
+/// Parses the object of a line. Returns `None` if the line is blank.
 fn object(line: &[u8], most: u64, is_first: bool) -> Result<Option<Map<String, Value>>, String> {
     if line.len() as u64 > most {
         return Err(format!("longer than {most} bytes, not JSON lines"));

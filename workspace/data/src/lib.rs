@@ -1,9 +1,9 @@
 //! Token files and a deterministic order.
 //!
-//! [`TokenFileWriter`] writes a token file (Megatron's indexed dataset), and [`TokenFile`] reads
-//! one, from any writer. [`Verify`] finds what is wrong with one. [`TrainingData`] maps a sample number to its tokens, as a pure function of
-//! the seed; [`Windows`] divides a file for evaluation. [`TokenizerFile`] has what training needs of a tokenizer, without
-//! the library that runs it, and [`TokenDecoder`] the bytes of ids.
+//! [`TokenFileWriter`] writes a token file (Megatron's indexed dataset). [`TokenFile`] reads token files of any writer,
+//! and [`Verify`] finds their problems. [`TrainingData`] maps a sample number to its tokens, as a pure function of the
+//! seed. [`Windows`] divides a file for evaluation. [`TokenizerFile`] loads the parts of a tokenizer that training
+//! needs, without the library that runs it. [`TokenDecoder`] decodes ids.
 
 mod added_tokens;
 mod content;

@@ -16,10 +16,10 @@ pub(crate) fn map(path: &Path) -> Result<Mmap> {
     map_file(&file, path)
 }
 
-/// Lets the system read bytes of a map from the disk, as far as it has them, without waiting for it.
+/// Asks the system to read bytes of a map from the disk, without waiting. Bytes beyond the map are ignored.
 pub(crate) fn read_ahead(map: &Mmap, start: u64, count: u64) {
     let length = (map.len() as u64).saturating_sub(start).min(count);
-    // Both are at most the length of the map. Failure costs time, nothing else.
+    // `length` is at most the map's length, and 0 if `start` is beyond the map. Failure costs only time.
     #[cfg(unix)]
     let _ = map.advise_range(memmap2::Advice::WillNeed, start as usize, length as usize);
     #[cfg(not(unix))]

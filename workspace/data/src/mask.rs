@@ -1,6 +1,6 @@
-//! The mask of a token file, `PREFIX.mask`: one byte for each token, in the order of positions, 1 for those that a
-//! model is trained on and 0 for the others. As the `.bin` of an indexed dataset of type u8 it has the same documents.
-//! Its length is validated when it is opened, its bytes on every read.
+//! The mask of a token file, `PREFIX.mask`: one byte for each token, in the order of positions. The byte is 1 if models
+//! are trained on the token, otherwise 0. As the `.bin` of an indexed dataset of type u8, the mask has the same
+//! documents. Opening a mask validates its length. Every read validates its bytes.
 
 use std::io::ErrorKind;
 use std::ops::Range;
@@ -22,9 +22,9 @@ const PIECE_BYTES: usize = 1 << 20;
 /// The record of a mask in `PREFIX.json`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MaskInfo {
-    /// Tokens whose byte is 1.
+    /// Tokens with the byte 1.
     pub trained_tokens: u64,
-    /// blake3 of the chat template that rendered the conversations, in hexadecimal; absent if none did.
+    /// blake3 of the chat template that rendered the conversations, in hexadecimal; absent without a template.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chat_template_blake3: Option<String>,
 }
@@ -35,7 +35,7 @@ pub(crate) struct Mask {
 }
 
 impl Mask {
-    /// Opens the mask of a token file with so many tokens; `None` if it has none.
+    /// Opens the mask of a token file with `tokens` tokens. Returns `None` if the file does not exist.
     pub(crate) fn open(prefix: &Path, tokens: u64) -> Result<Option<Self>> {
         let path = with_ending(prefix, ENDING);
         match path.symlink_metadata() {
@@ -55,12 +55,12 @@ impl Mask {
         Ok(Some(Self { path, bytes }))
     }
 
-    /// Returns the bytes, which may be other than 0 and 1.
+    /// Returns the bytes without validating that they are 0 or 1.
     pub(crate) fn bytes(&self) -> &Mmap {
         &self.bytes
     }
 
-    /// Reads the bytes from position `start` on; the range lies within the file.
+    /// Reads the bytes from position `start` on. The range lies within the file.
     pub(crate) fn read(&self, start: u64, out: &mut [u8]) -> Result<()> {
         let bytes = &self.bytes[start as usize..start as usize + out.len()];
         self.check(bytes, start)?;
@@ -68,7 +68,7 @@ impl Mask {
         Ok(())
     }
 
-    /// Returns the number of tokens in a range within the file that are trained on.
+    /// Counts the tokens in a range that are trained on. The range lies within the file.
     pub(crate) fn count(&self, range: Range<u64>) -> Result<u64> {
         let start = range.start;
         let bytes = &self.bytes[start as usize..range.end as usize];
@@ -96,7 +96,7 @@ impl Mask {
         Err(Error::token_file(&self.path, reason))
     }
 
-    /// Returns the bytes other than 0 and 1, and the first.
+    /// Counts the bytes other than 0 and 1. Also returns the position of the first.
     pub(crate) fn invalid(&self) -> (u64, Option<u64>) {
         let others = self.bytes.iter().enumerate().filter(|(_, byte)| **byte > 1);
         let mut first = None;
@@ -105,9 +105,9 @@ impl Mask {
     }
 }
 
-/// Returns the number of bytes that are 1, of bytes that are 0 or 1.
+/// Counts the bytes that are 1. Every byte must be 0 or 1.
 pub(crate) fn ones(bytes: &[u8]) -> u64 {
-    // A byte holds the sum of 255 of them, which vector instructions add.
+    // The sum of 255 such bytes fits a byte, so vector instructions add them.
     bytes.chunks(255).map(|part| u64::from(part.iter().sum::<u8>())).sum()
 }
 

@@ -1,13 +1,12 @@
 //! The source of the n-th sample, and the number of earlier samples of that source: a function of
 //! seed and sample number, without state. The samples of one source keep their own order.
 //!
-//! The sources are the leaves of a binary tree: each node sends a sample to its first or second half
-//! of sources, and numbers the samples of either half from 0, until one source is left. Among the
-//! first n samples of a node, round(n w / W) are of the first half, with w its weight and W the
-//! node's, wherever n is a multiple of 1,024; in between, every halving of these 1,024 samples
-//! halves the samples of either side, and an odd one is assigned to a half at random. Everywhere
-//! each source is within a few samples of its share, at a cost of log(sources) x 10 operations a
-//! sample.
+//! The sources are the leaves of a binary tree. Each node sends a sample to its first or second half of sources, and
+//! numbers the samples of either half from 0, until one source remains. Let w be the weight of a node's first half, and
+//! W the node's weight. If n is a multiple of 1,024, round(n w / W) of the node's first n samples are in the first
+//! half. In between, every halving of these 1,024 samples halves the samples of either side. An odd sample is assigned
+//! to a half at random. Everywhere each source is within a few samples of its share, at a cost of log(sources) x 10
+//! operations a sample.
 
 use std::ops::Range;
 use std::path::Path;
@@ -17,7 +16,7 @@ use crate::{Error, Order, Result};
 
 /// Distinguishes the keys of mixtures from the keys of windows.
 const MIXTURE_KEY: u64 = 0x6d69_7874;
-/// Samples of a node within which the order of the two halves is random; a power of two.
+/// Samples of a node with a random order of its two halves; a power of two.
 const SPAN: u64 = 1024;
 /// The sum of weights after scaling. Rounding to it changes a share by less than one sample in
 /// 2^60, and its products with sample numbers fit u128.
@@ -28,13 +27,13 @@ const EXACT: f64 = (1u64 << 53) as f64;
 /// The proportions of the sources, as a tree.
 #[derive(Debug)]
 pub(crate) struct Mixture {
-    /// The sum of the weights before each source, and of all: one entry more than sources.
+    /// The sum of the weights before each source, then the sum of all: one entry more than sources.
     before: Vec<u64>,
     order: Order,
     seed: u64,
 }
 
-/// A node: its sources, and where they are divided.
+/// A node: the first source of its second half, the weight of its first half, and its own weight.
 struct Node {
     middle: usize,
     first: u128,
@@ -107,7 +106,7 @@ impl Mixture {
         (sources.start, number)
     }
 
-    /// Samples of each source among the first `samples`.
+    /// Counts the samples of each source among the first `samples`.
     pub(crate) fn counts(&self, samples: u64) -> Vec<u64> {
         let mut counts = vec![0; self.sources()];
         let mut open = vec![(0..self.sources(), samples)];
@@ -124,8 +123,8 @@ impl Mixture {
         counts
     }
 
-    /// Returns the samples of a node's first half before its sample `number`, and whether that is one of
-    /// them.
+    /// Counts the samples of a node's first half before its sample `number`. Also returns whether that sample is in the
+    /// first half.
     fn divide(&self, node: &Node, number: u64) -> (u64, bool) {
         if self.order == Order::Sequential {
             let earlier = node.share(u128::from(number));
@@ -134,9 +133,9 @@ impl Mixture {
         let span = number / SPAN;
         let start = u128::from(span) * u128::from(SPAN);
         let mut earlier = node.share(start);
-        // The samples of the first half among `length` samples, of which this one is number
-        // `place`. Where their number is odd, a random bit says which half has one more; the bits
-        // of a span are numbered as the nodes of a binary heap.
+        // The number of samples of the first half among `length` samples. This sample has the index `place` among them.
+        // If the number is odd, a random bit selects the half with one more. The bits of a span are numbered as the
+        // nodes of a binary heap.
         let mut inside = node.share(start + u128::from(SPAN)) - earlier;
         let (mut length, mut place, mut bit) = (SPAN, number % SPAN, 1);
         let key = key_of(&[self.seed, MIXTURE_KEY, node.middle as u64, span]);
@@ -157,7 +156,7 @@ impl Mixture {
 }
 
 impl Node {
-    /// Returns the samples of the first half among the first `samples`: its share, rounded to the nearest.
+    /// Returns the number of samples of the first half among the first `samples`: its share, rounded to the nearest.
     fn share(&self, samples: u128) -> u64 {
         // The product is below 2^65 x 2^63. The share is at most `samples`, and below 2^64 because
         // `first` is below `both`.
@@ -165,8 +164,7 @@ impl Node {
     }
 }
 
-/// Each weight as a share of the sum of all. Dividing by the largest first keeps huge weights
-/// finite.
+/// Returns each weight as a share of the sum. Dividing by the largest weight first keeps huge weights finite.
 fn shares(weights: &[f64]) -> impl Iterator<Item = f64> {
     let largest = weights.iter().copied().fold(0.0, f64::max);
     let sum: f64 = weights.iter().map(|weight| weight / largest).sum();
@@ -302,10 +300,9 @@ mod tests {
 
     type Recorded = (&'static [f64], Order, u64, &'static str, &'static str);
 
-    /// Weights, order, seed, the sources of the first samples, and the start of the blake3 of
-    /// "SOURCE INDEX\n" of samples 0..2500 and 987654321..987656321, as an implementation of this
-    /// file's head in Python gives them. Another order would alter runs that are resumed: it needs
-    /// another [`crate::ORDER_VERSION`].
+    /// Weights, order, seed, the sources of the first samples, and the start of the blake3 of "SOURCE INDEX\n" of
+    /// samples 0..2500 and 987654321..987656321. A Python implementation of this file's head computed them. Another
+    /// order would alter resumed runs: it needs another [`crate::ORDER_VERSION`].
     const RECORDED: [Recorded; 9] = [
         (&[5.0], Shuffled, 1, "000000000000", "01ee1eb66567f868"),
         (&[1.0, 1.0], Shuffled, 7, "101010101001", "d80466eff14116d7"),

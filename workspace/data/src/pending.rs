@@ -17,15 +17,15 @@ pub(crate) struct Pending {
 }
 
 impl Pending {
-    /// Starts a file with the final name `path`; its directory is made if it is missing.
+    /// Creates a file with the final name `path`, and its directory if missing.
     pub(crate) fn create(path: &Path) -> Result<Self> {
         let file = moh_files::create_parents(path).and_then(|()| PendingFile::create(path));
         let file = file.map_err(Error::io(path, "write"))?;
         Ok(Self { file })
     }
 
-    /// Continues the file with the final name `path` that lies in `directory` under the same name, at
-    /// `length` bytes; created if it is missing and `length` is 0. It stays when it is dropped.
+    /// Resumes the file of the same name in `directory` at `length` bytes; `path` is its final name. If the file is
+    /// missing and `length` is 0, creates it. The file stays when it is dropped.
     pub(crate) fn resume(path: &Path, directory: &Path, length: u64) -> Result<Self> {
         let working = directory.join(path.file_name().unwrap_or_default());
         let file = PendingFile::resume(path, &working, length);
@@ -40,13 +40,13 @@ impl Pending {
         self.file.write_all(bytes).map_err(Error::io(self.file.path(), "write"))
     }
 
-    /// Returns the file, with all earlier writes flushed to it.
+    /// Flushes all earlier writes and returns the file.
     pub(crate) fn flushed(&mut self) -> Result<&mut File> {
         let path = self.path().to_path_buf();
         self.file.flushed().map_err(Error::io(&path, "write"))
     }
 
-    /// All that was written.
+    /// Maps all written bytes.
     pub(crate) fn map(&mut self) -> Result<Mmap> {
         let path = self.path().to_path_buf();
         map_file(self.flushed()?, &path)

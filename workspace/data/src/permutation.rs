@@ -2,8 +2,8 @@
 //! bits, applied until the result lies inside (cycle walking; under four steps on average). It
 //! makes the order of data a pure function of seed and sample number.
 
-/// Rounds of the network. In theory four give a good permutation; more cost little, and help the
-/// smallest ranges, whose halves have one or two bits.
+/// Rounds of the network. In theory four rounds give a good permutation. More rounds cost little, and help the smallest
+/// ranges, with halves of one or two bits.
 const ROUNDS: usize = 8;
 
 /// A permutation of 0..n.
@@ -53,14 +53,14 @@ impl Permutation {
 /// 2^64 over the golden ratio: the step of splitmix64.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Returns the output function of splitmix64: every bit of the result depends on every bit of `value`.
+/// Applies the output function of splitmix64: every bit of the result depends on every bit of `value`.
 fn scramble(mut value: u64) -> u64 {
     value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     value ^ (value >> 31)
 }
 
-/// Combines several integers to one key; their order matters.
+/// Combines several integers to one key. Their order matters.
 pub fn key_of(parts: &[u64]) -> u64 {
     parts.iter().fold(0, |key, &part| {
         scramble(key.wrapping_add(GOLDEN) ^ scramble(part.wrapping_add(GOLDEN)))

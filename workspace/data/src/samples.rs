@@ -1,9 +1,8 @@
-//! The order of training data: sample number -> tokens, a pure function of the seed. There is no
-//! shuffle buffer and no iterator state, so training resumes at any step, on any number of ranks,
-//! at no cost. `mixture.rs` selects the source of a sample. Each source is divided into windows of
-//! sequence_length + 1 tokens that advance by sequence_length; each epoch visits every window once,
-//! in the order of a keyed permutation or front to back. Data that follow others begin at a later
-//! sample, and after the windows that those have read.
+//! The order of training data: sample number -> tokens, a pure function of the seed. There is no shuffle buffer and no
+//! iterator state, so training resumes at any step, on any number of ranks, at no cost. `mixture.rs` selects the source
+//! of a sample. Each source is divided into windows of sequence_length + 1 tokens that advance by sequence_length. Each
+//! epoch visits every window once, in the order of a keyed permutation or front to back. Data that continue a run start
+//! at a later sample, after the windows that earlier data have read.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -16,8 +15,8 @@ use crate::mixture::Mixture;
 use crate::permutation::{Permutation, key_of};
 use crate::{Error, Result, TokenFile};
 
-/// The version of the order in which several sources are mixed. Version 0.1.0 of this crate mixed
-/// them in another order, which has the version 0.
+/// The version of the order in which several sources are mixed. Version 0.1.0 of this crate mixed them in another
+/// order, version 0.
 pub const ORDER_VERSION: u32 = 1;
 
 /// One token file of a mixture.
@@ -46,12 +45,12 @@ pub enum Order {
     Sequential,
 }
 
-/// Where the samples of a source begin.
+/// The start of a source's samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SourceStart {
-    /// The number of the file, which its permutations depend on; without other data, the source's index.
+    /// The number of the file, part of the key of its permutations. Without earlier data it is the source's index.
     pub number: u64,
-    /// The windows that others have read before.
+    /// The windows that earlier data have read.
     pub windows: u64,
 }
 
@@ -66,12 +65,12 @@ pub struct TrainingData {
     sequence_length: usize,
     order: Order,
     seed: u64,
-    /// Whether the first token of a document is no target.
+    /// Whether the first token of a document is excluded from the targets.
     by_document: bool,
 }
 
 impl TrainingData {
-    /// Opens the token files; reading an id of `vocab_size` or above is an error.
+    /// Opens the token files. Reading an id of `vocab_size` or above is an error.
     pub fn open(
         sources: &[Source],
         sequence_length: usize,
@@ -86,7 +85,7 @@ impl TrainingData {
         })
     }
 
-    /// As [`TrainingData::open`], on the files that `open` returns for the index and the source.
+    /// Creates training data as [`TrainingData::open`], from the files that `open` returns for each index and source.
     pub fn of_files(
         sources: &[Source],
         sequence_length: usize,
@@ -119,16 +118,16 @@ impl TrainingData {
         Ok(Self { files, starts, first: 0, mixture, sequence_length, order, seed, by_document })
     }
 
-    /// Returns the same data, for attention within documents if `by_document`: the first token of a document is no
-    /// target then, because no token before it belongs to its document.
+    /// Returns the same data, for attention within documents if `by_document`. The first token of a document is not a
+    /// target then, because no earlier token belongs to the document.
     pub fn by_document(self, by_document: bool) -> Self {
         Self { by_document, ..self }
     }
 
-    /// Returns the same data, whose first sample has the number `first`, and whose sources begin at `starts`.
+    /// Returns the same data with `first` as the number of its first sample, and sources that start at `starts`.
     ///
     /// # Panics
-    /// If the starts are not as many as the sources.
+    /// If `starts` does not have one entry for each source.
     pub fn beginning_at(self, first: u64, starts: Vec<SourceStart>) -> Self {
         assert_eq!(starts.len(), self.files.len(), "one start for each source");
         Self { first, starts, ..self }
@@ -149,7 +148,7 @@ impl TrainingData {
         self.sequence_length
     }
 
-    /// Returns the windows of a source: the samples of one epoch.
+    /// Returns the number of windows of a source: its samples in one epoch.
     ///
     /// # Panics
     /// If there is no such source.
@@ -157,7 +156,7 @@ impl TrainingData {
         (self.files[source].num_tokens() - 1) / self.sequence_length as u64
     }
 
-    /// Samples of each source among those with the numbers `samples`.
+    /// Counts the samples of each source among the sample numbers `samples`.
     pub fn samples_by_source(&self, samples: Range<u64>) -> Vec<u64> {
         let [before, until] = [samples.start, samples.end]
             .map(|number| self.mixture.counts(number.saturating_sub(self.first)));
@@ -180,23 +179,24 @@ impl TrainingData {
         (source, window * self.sequence_length as u64)
     }
 
-    /// Reads for sample `number` whether each of its tokens is trained on, 1, or not, 0; `mask` has
-    /// `sequence_length + 1` bytes. Whether any may be 0.
+    /// Reads the mask of sample `number`: 1 for each token that is trained on, 0 for the others. `mask` has
+    /// `sequence_length + 1` bytes. Returns whether a byte may be 0.
     pub fn mask(&self, number: u64, mask: &mut [u8]) -> Result<bool> {
         let (source, start) = self.locate(number);
         let file = &self.files[source];
         file.read_mask(start, mask)?;
         if self.by_document {
             for first in file.document_starts(start..start + mask.len() as u64)? {
-                // Lies inside the window, whose length is a usize.
+                // Inside the window, so the index fits usize.
                 mask[(first - start) as usize] = 0;
             }
         }
         Ok(self.by_document || file.has_mask())
     }
 
-    /// Returns the targets of these samples that are trained on: the tokens after the first one of each, but for those
-    /// that [`TrainingData::mask`] leaves out. `None` if there is none to leave out, so that all are.
+    /// Counts the targets of these samples that are trained on: the tokens after the first token of each sample, except
+    /// tokens that [`TrainingData::mask`] excludes. Returns `None` if nothing excludes tokens: all targets are trained
+    /// on.
     pub fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>> {
         if !self.by_document && !self.files.iter().any(|file| file.has_mask()) {
             return Ok(None);
@@ -216,7 +216,7 @@ impl TrainingData {
         Ok(Some(count))
     }
 
-    /// Lets the system read the masks of these samples from the disk, without waiting for it.
+    /// Asks the system to read the masks of these samples from the disk, without waiting.
     pub fn read_masks_ahead(&self, samples: Range<u64>) {
         if !self.files.iter().any(|file| file.has_mask()) {
             return;
@@ -229,7 +229,7 @@ impl TrainingData {
         }
     }
 
-    /// Lets the system read the tokens of these samples from the disk, without waiting for it.
+    /// Asks the system to read the tokens of these samples from the disk, without waiting.
     pub fn read_ahead(&self, samples: Range<u64>) {
         for number in samples {
             let (source, start) = self.locate(number);
@@ -237,7 +237,7 @@ impl TrainingData {
         }
     }
 
-    /// Reads sample `number`: `sequence_length + 1` tokens, the last of which is only a target.
+    /// Reads sample `number`: `sequence_length + 1` tokens. The last token is only a target.
     ///
     /// `document_start` receives, for each of the `sequence_length` positions, the position in the
     /// window at which its document starts, for attention within documents. A document that began
@@ -261,7 +261,7 @@ impl TrainingData {
         assert_eq!(document_start.len(), self.sequence_length, "one entry for each input");
         document_start.fill(0);
         for first in file.document_starts(start..start + self.sequence_length as u64)? {
-            // Lies inside the window, whose length is a usize.
+            // Inside the window, so the index fits usize.
             let at = (first - start) as usize;
             document_start[at..].fill(at as u32);
         }

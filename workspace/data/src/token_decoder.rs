@@ -1,6 +1,6 @@
-//! The text of ids without the library of tokenizers, as that library decodes them without special tokens, by the
-//! decoders of Llama and Qwen and their kin. Paired with `TextTokenizer::decode` of crate `text`, with which tests
-//! compare it.
+//! Decodes ids to text without the library of tokenizers, with the library's result without special tokens. Supports
+//! the decoders of Llama, Qwen and similar models. Paired with `TextTokenizer::decode` of crate `text`; tests compare
+//! both.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -14,29 +14,29 @@ use crate::added_tokens::Added;
 pub struct TokenDecoder {
     /// The tokens that are not special, by their ids.
     tokens: HashMap<u32, String>,
-    /// What becomes of a list of tokens; `None` if spaces join them.
+    /// The steps from a list of tokens to a text; `None` if spaces join the tokens.
     steps: Option<Vec<Step>>,
 }
 
-/// A step of a decoder: a list of texts to a list of texts, which are joined at the end.
+/// A step of a decoder, from a list of texts to a list of texts. The texts are joined at the end.
 #[derive(Clone, Debug)]
 enum Step {
-    /// Characters of GPT-2's alphabet to bytes.
+    /// Converts characters of GPT-2's alphabet to bytes.
     ByteLevel,
     Replace {
         pattern: String,
         content: String,
     },
-    /// `<0xE5>` to a byte.
+    /// Converts `<0xE5>` to a byte.
     ByteFallback,
     Fuse,
-    /// Removes so many of a character from the beginning and the end of each.
+    /// Removes up to `start` of a character from the beginning of each text, and up to `stop` from its end.
     Strip {
         content: char,
         start: usize,
         stop: usize,
     },
-    /// A mark to a space; `drops_first` those of the first text.
+    /// Replaces a mark by a space. With `drops_first`, removes the marks of the first text.
     Metaspace {
         mark: char,
         drops_first: bool,
@@ -44,7 +44,7 @@ enum Step {
 }
 
 impl TokenDecoder {
-    /// Returns the decoder of a tokenizer; `None` if it is none of the known.
+    /// Creates the decoder of a tokenizer. Returns `None` if its decoder or its normalizer is not supported.
     pub(crate) fn new(json: &TokenizerJson, added: &BTreeMap<u32, Added>) -> Option<Self> {
         let steps = match &json.fields["decoder"] {
             Value::Null => None,
@@ -65,8 +65,8 @@ impl TokenDecoder {
         Some(Self { tokens, steps })
     }
 
-    /// UTF-8 bytes of the decoded ids, without special tokens: the divisor of bits per byte, which
-    /// compares models with different vocabularies. Ids without a token, as in a padded vocabulary, have none.
+    /// Counts the UTF-8 bytes of the decoded ids, without special tokens: the divisor of bits per byte, which compares
+    /// models with different vocabularies. Ids without a token, as in a padded vocabulary, have no bytes.
     pub fn decoded_bytes(&self, ids: &[u32]) -> u64 {
         self.decode(ids).len() as u64
     }
@@ -89,7 +89,7 @@ impl TokenizerJson {
     }
 }
 
-/// Returns the steps of a decoder; `None` if it is none of the known.
+/// Returns the steps of a decoder, or `None` if a step is not supported.
 fn steps(decoder: &Value) -> Option<Vec<Step>> {
     let character = |name: &str| {
         let mut characters = decoder[name].as_str()?.chars();
@@ -122,13 +122,13 @@ fn steps(decoder: &Value) -> Option<Vec<Step>> {
     })
 }
 
-/// Returns the pattern and the content of a `Replace`; `None` if its pattern is no text.
+/// Returns the pattern and the content of a `Replace`, or `None` if the pattern is not text, or is empty.
 fn replacement(replace: &Value) -> Option<(&str, &str)> {
     let pattern = replace["pattern"]["String"].as_str().filter(|pattern| !pattern.is_empty())?;
     Some((pattern, replace["content"].as_str()?))
 }
 
-/// Returns a text after a normalizer; `None` if that is none of the known.
+/// Applies a normalizer to a text. Returns `None` if the normalizer is not supported.
 fn normalized(text: &str, normalizer: &Value) -> Option<String> {
     if normalizer.is_null() {
         return Some(text.to_owned());
@@ -144,7 +144,7 @@ fn normalized(text: &str, normalizer: &Value) -> Option<String> {
             let (pattern, content) = replacement(normalizer)?;
             Some(text.replace(pattern, content))
         }
-        // They do not change ASCII.
+        // These forms do not change ASCII.
         "NFC" | "NFD" | "NFKC" | "NFKD" if text.is_ascii() => Some(text.to_owned()),
         _ => None,
     }
@@ -176,7 +176,7 @@ impl Step {
     }
 }
 
-/// Returns a text without up to so many of a character at its beginning and its end.
+/// Removes up to `start` of a character from the beginning of a text, and up to `stop` from its end.
 fn stripped(mut text: &str, content: char, [start, stop]: [usize; 2]) -> &str {
     for _ in 0..start {
         let Some(rest) = text.strip_prefix(content) else { break };
@@ -189,19 +189,19 @@ fn stripped(mut text: &str, content: char, [start, stop]: [usize; 2]) -> &str {
     text
 }
 
-/// Returns the bytes of a token of a byte, such as `<0x0A>`, or of one of byte-level BPE; `None` if it is neither.
+/// Returns the bytes of a token such as `<0x0A>`, or of a token of byte-level BPE. Returns `None` for other tokens.
 pub fn bytes_of_token(token: &str) -> Option<Vec<u8>> {
     let byte = byte_token(token).map(|byte| vec![byte]);
     byte.or_else(|| token.chars().map(byte_of).collect())
 }
 
-/// Returns the bytes that a text spells in GPT-2's alphabet; its own if it has another character.
+/// Returns the bytes that a text spells in GPT-2's alphabet. If it has another character, returns the text's own bytes.
 fn bytes_of(text: &str) -> Vec<u8> {
     text.chars().map(byte_of).collect::<Option<_>>().unwrap_or_else(|| text.as_bytes().to_vec())
 }
 
-/// Returns the byte of a character of GPT-2's alphabet: printable Latin-1 stands for itself, and the other bytes have
-/// the characters from U+0100 on.
+/// Returns the byte of a character of GPT-2's alphabet. Printable Latin-1 stands for itself. The other bytes have the
+/// characters from U+0100 on.
 pub fn byte_of(character: char) -> Option<u8> {
     let code = u32::from(character);
     let byte = match code {
@@ -214,8 +214,7 @@ pub fn byte_of(character: char) -> Option<u8> {
     u8::try_from(byte).ok()
 }
 
-/// Replaces tokens of bytes by their text: those that follow each other together, or each by U+FFFD if they are no
-/// UTF-8.
+/// Replaces each run of byte tokens by its text. If a run is not UTF-8, replaces each of its tokens by U+FFFD.
 fn without_bytes(texts: Vec<String>) -> Vec<String> {
     let (mut out, mut bytes) = (Vec::new(), Vec::new());
     for text in texts.into_iter().map(Some).chain([None]) {
@@ -251,7 +250,7 @@ mod tests {
             ("\u{120}a", Some(b" a".to_vec())),
             ("\u{10a}", Some(b"\n".to_vec())),
             ("\u{e2}\u{122}", Some(vec![0xe2, 0x80])),
-            ("\u{143}", Some(vec![0xad])), // The last one.
+            ("\u{143}", Some(vec![0xad])), // The last character.
             ("\u{144}", None),
             (" ", None),
         ] {

@@ -1,6 +1,6 @@
-//! A token file: Megatron's indexed dataset (`PREFIX.bin` + `PREFIX.idx`), with an optional
-//! `PREFIX.json`, and an optional mask of the tokens that are trained on (`mask.rs`). Documents are read as one concatenated sequence of tokens, addressed by position.
-//! `token_index.rs` validates the tables; ids are validated on every read.
+//! A token file: Megatron's indexed dataset (`PREFIX.bin` + `PREFIX.idx`), with an optional `PREFIX.json`, and an
+//! optional mask of the tokens that are trained on (`mask.rs`). Documents are read as one concatenated sequence of
+//! tokens, addressed by position. `token_index.rs` validates the tables. Ids are validated on every read.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -55,7 +55,7 @@ impl TokenFile {
         Ok(file)
     }
 
-    /// Like [`TokenFile::open`], without `PREFIX.json` and `PREFIX.mask`.
+    /// Opens the token file as [`TokenFile::open`], without `PREFIX.json` and `PREFIX.mask`.
     pub(crate) fn open_without_info(prefix: &Path) -> Result<Self> {
         let idx_path = with_ending(prefix, ".idx");
         let named_whole =
@@ -120,17 +120,17 @@ impl TokenFile {
         &self.prefix
     }
 
-    /// Returns the tokens in the file.
+    /// Returns the number of tokens in the file.
     pub fn num_tokens(&self) -> u64 {
         self.index.tokens
     }
 
-    /// Returns the documents in the file.
+    /// Returns the number of documents in the file.
     pub fn num_documents(&self) -> u64 {
         self.index.documents as u64
     }
 
-    /// Returns the tokens of the longest document; 0 without documents.
+    /// Returns the number of tokens of the longest document; 0 without documents.
     pub fn longest_document(&self) -> u64 {
         self.documents().map(|document| document.tokens).max().unwrap_or(0)
     }
@@ -149,7 +149,7 @@ impl TokenFile {
         self.info.as_ref()
     }
 
-    /// Returns whether a mask says which tokens are trained on; without one, all are.
+    /// Returns whether a mask selects the tokens that are trained on. Without a mask, all are.
     pub fn has_mask(&self) -> bool {
         self.mask.is_some()
     }
@@ -158,7 +158,7 @@ impl TokenFile {
         self.mask.as_ref()
     }
 
-    /// Reads for `out.len()` tokens from position `start` on whether they are trained on: 1, or else 0.
+    /// Reads the mask of `out.len()` tokens from position `start`: 1 if the token is trained on, otherwise 0.
     pub fn read_mask(&self, start: u64, out: &mut [u8]) -> Result<()> {
         self.check_range(start, out.len() as u64)?;
         match &self.mask {
@@ -194,7 +194,7 @@ impl TokenFile {
         })
     }
 
-    /// Returns the sequences that do not begin where the one before them ends: how many, and the first.
+    /// Counts the sequences that do not start at the end of the sequence before. Also returns the first of them.
     pub(crate) fn displaced(&self) -> (u64, Option<u64>) {
         if self.index.is_contiguous {
             return (0, None);
@@ -215,7 +215,7 @@ impl TokenFile {
         self.bin.len() as u64
     }
 
-    /// Returns the stored tokens of a document, of each of its sequences.
+    /// Returns the stored bytes of a document, one slice for each of its sequences.
     pub(crate) fn stored<'a>(
         &'a self,
         document: &StoredDocument,
@@ -228,22 +228,22 @@ impl TokenFile {
         })
     }
 
-    /// From now on, reading an id of `vocab_size` or above is an error.
+    /// Makes reading an id of `vocab_size` or above an error.
     pub fn limit_vocabulary(&mut self, vocab_size: usize) {
         self.limit = (vocab_size as u64).min(ALL_IDS);
     }
 
-    /// Identifies the content of the file. Reads all of the index, and at most a megabyte of the
-    /// tokens and of the mask.
+    /// Identifies the content of the file. Reads all of the index, and at most 1 MiB each of the tokens and of the
+    /// mask.
     pub fn content(&self) -> TokenFileContent {
         let mask = self.mask.as_ref().map(|mask| &mask.bytes()[..]);
         TokenFileContent::from_bytes(&self.index.map, &self.bin, mask)
     }
 
-    /// Returns an exclusive upper bound of the ids, known without reading them: the size of the vocabulary
-    /// with which this `content` was written, if `PREFIX.json` records it, or else the number of
-    /// ids that the stored type can hold. `None` for a signed type without a record, because it may
-    /// hold negative ids.
+    /// Returns an exclusive upper bound of the ids, known without reading them. If `PREFIX.json` records this
+    /// `content`, the bound is the recorded size of the vocabulary. If it records no content, the bound is the number
+    /// of ids that the stored type can hold. Returns `None` for a signed type without a record, because it may hold
+    /// negative ids.
     pub fn ids_below(&self, content: &TokenFileContent) -> Result<Option<u64>> {
         let recorded = self.info.as_ref().and_then(|info| {
             let described = info.content.as_ref()?;
@@ -260,7 +260,7 @@ impl TokenFile {
         }
     }
 
-    /// Returns the largest id in a range of positions; 0 if it is empty. The range is divided among the
+    /// Returns the largest id in a range of positions, or 0 if the range is empty. The range is divided among the
     /// threads.
     pub fn largest_id(&self, range: Range<u64>) -> Result<u32> {
         self.check_range(range.start, range.end.saturating_sub(range.start))?;
@@ -279,7 +279,7 @@ impl TokenFile {
     ///
     /// # Errors
     /// Fails beyond the end of the file, or on an id outside the vocabulary (see
-    /// [`TokenFile::limit_vocabulary`]); the contents of `out` are unspecified then.
+    /// [`TokenFile::limit_vocabulary`]). The contents of `out` are unspecified then.
     pub fn read(&self, start: u64, out: &mut [u32]) -> Result<()> {
         self.check_range(start, out.len() as u64)?;
         let item = self.token_type().bytes() as u64;
@@ -310,9 +310,9 @@ impl TokenFile {
         Ok(ids)
     }
 
-    /// Lets the system read `count` tokens from position `start` on from the disk, without waiting for it, so
-    /// that a later [`TokenFile::read`] finds them in memory. Where documents are not stored in their order, those
-    /// beside the first one.
+    /// Asks the system to read `count` tokens from position `start` from the disk, without waiting, so that a later
+    /// [`TokenFile::read`] finds them in memory. If documents are not stored in order, the bytes stored from the first
+    /// token on are read.
     pub fn read_ahead(&self, start: u64, count: u64) {
         let item = self.token_type().bytes() as u64;
         let offset = match self.index.is_contiguous {
@@ -326,7 +326,7 @@ impl TokenFile {
         read_ahead(&self.bin, offset, count.saturating_mul(item));
     }
 
-    /// Reads consecutive tokens from byte `offset` on; the first is token `position`.
+    /// Reads consecutive tokens from byte `offset` on. The first token is token `position`.
     fn widen(&self, offset: u64, position: u64, out: &mut [u32], limit: u64) -> Result<()> {
         let item = self.token_type().bytes();
         // In bounds: `TokenIndex::open` has checked every sequence against the length of the map.
@@ -336,8 +336,7 @@ impl TokenFile {
         })
     }
 
-    /// Returns the first positions of all documents that start inside `range`, in order. Empty documents
-    /// are left out.
+    /// Returns the first positions of all documents that start inside `range`, in order. Empty documents are skipped.
     pub fn document_starts(&self, range: Range<u64>) -> Result<Vec<u64>> {
         self.check_range(range.start, range.end.saturating_sub(range.start))?;
         let (mut sequence, mut position) = self.index.locate(range.start);
@@ -369,8 +368,8 @@ impl TokenFile {
     /// as its first position.
     pub fn documents_of(&self, positions: Range<u64>) -> Result<Range<u64>> {
         self.check_range(positions.start, positions.end.saturating_sub(positions.start).max(1))?;
-        // The number of documents that start below a position. Of documents that start at the same
-        // position, all but the last are empty.
+        // The number of documents that start below a position. If several documents start at one position, all but the
+        // last are empty.
         let below = |position| {
             self.index.documents_before(|sequence| self.index.start(sequence) < position) as u64
         };

@@ -26,7 +26,7 @@ pub(crate) struct TokenIndex {
     pub(crate) tokens: u64,
     /// Position of the first token of sequences 0, STRIDE, 2 STRIDE, ...
     starts: Vec<u64>,
-    /// Sequences are consecutive in the `.bin`, starting at its first byte.
+    /// Whether the sequences are consecutive in the `.bin`, starting at its first byte.
     pub(crate) is_contiguous: bool,
 }
 
@@ -160,12 +160,12 @@ impl TokenIndex {
         i64_at(&self.map, self.offsets() + 8 * sequence) as u64
     }
 
-    /// First sequence of a document; for `documents`, the number of sequences.
+    /// Returns the first sequence of a document; for `documents`, the number of sequences.
     pub(crate) fn first_sequence(&self, document: usize) -> usize {
         i64_at(&self.map, self.bounds() + 8 * document) as usize
     }
 
-    /// Counts the documents that begin before a place. `is_before` tells whether a sequence begins before it.
+    /// Counts the documents that start before a place. `is_before` returns whether a sequence starts before the place.
     pub(crate) fn documents_before(&self, is_before: impl Fn(usize) -> bool) -> usize {
         let (mut low, mut high) = (0, self.documents);
         while low < high {
@@ -176,8 +176,8 @@ impl TokenIndex {
         low
     }
 
-    /// Returns the sequence that contains a token, and the position of that sequence's first token. At or
-    /// beyond the end: the number of sequences, and the number of tokens.
+    /// Returns the sequence that contains a token, and the position of the sequence's first token. At or beyond the
+    /// end, returns the number of sequences and the number of tokens.
     pub(crate) fn locate(&self, position: u64) -> (usize, u64) {
         let block = self.starts.partition_point(|&start| start <= position);
         let mut sequence = block.saturating_sub(1) * STRIDE;
@@ -189,7 +189,7 @@ impl TokenIndex {
         (sequence, start)
     }
 
-    /// Position of the first token of a sequence.
+    /// Returns the position of the first token of a sequence.
     pub(crate) fn start(&self, sequence: usize) -> u64 {
         if sequence == self.sequences {
             return self.tokens;
@@ -200,13 +200,13 @@ impl TokenIndex {
     }
 }
 
-/// Size of an index in bytes, unless it exceeds u64.
+/// Returns the size of an index in bytes, unless it exceeds u64.
 fn index_bytes(sequences: u64, bounds: u64) -> Option<u64> {
     let tables = sequences.checked_mul(12)?.checked_add(bounds.checked_mul(8)?)?;
     tables.checked_add(HEADER_BYTES as u64)
 }
 
-/// Returns the eight bytes at `at`; the caller has checked the bounds.
+/// Returns the eight bytes at `at`. The caller has checked the bounds.
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
     let mut item = [0; 8];
     item.copy_from_slice(&bytes[at..at + 8]);
@@ -217,7 +217,7 @@ fn i64_at(bytes: &[u8], at: usize) -> i64 {
     u64_at(bytes, at) as i64
 }
 
-/// Returns the four bytes at `at`; the caller has checked the bounds.
+/// Returns the four bytes at `at`. The caller has checked the bounds.
 fn i32_at(bytes: &[u8], at: usize) -> i32 {
     let mut item = [0; 4];
     item.copy_from_slice(&bytes[at..at + 4]);

@@ -10,17 +10,17 @@ use crate::{DocumentEnd, Error, MaskInfo, Result, TokenFileContent, TokenType, T
 
 const MAX_JSON_BYTES: u64 = 16 << 20;
 
-/// The contents of `PREFIX.json`. What a writer knows, such as the number of tokens, need not be given to it.
+/// The contents of `PREFIX.json`. The writer sets the fields that it knows, such as the number of tokens.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TokenFileInfo {
     /// blake3 of the tokenizer.json, in hexadecimal; absent if there was no tokenizer.
     #[serde(default)]
     pub tokenizer_hash: Option<String>,
-    /// What identifies the tokenizer, whatever the bytes of its file; absent from files of version 0.1.0.
+    /// The content that identifies the tokenizer, whatever the bytes of its file; absent from files of version 0.1.0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokenizer_content: Option<TokenizerContent>,
-    /// blake3 of the tokenizer.json of other tokenizers that give the file's ids on a sample of it, as
-    /// `moh-data accept` has found.
+    /// blake3 of the tokenizer.json of other tokenizers that give the same ids on a sample of the file, as found by
+    /// `moh-data accept`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub accepted_tokenizers: Vec<String>,
     /// blake3 of the text of the file's first 1024 tokens, as the tokenizer decodes them, in hexadecimal.
@@ -41,8 +41,7 @@ pub struct TokenFileInfo {
     /// The token that ends each document.
     #[serde(default, skip_serializing_if = "DocumentEnd::is_unknown")]
     pub eos_token: DocumentEnd,
-    /// The special tokens that texts named and that became those tokens, with their number; absent if that
-    /// is not known.
+    /// The special tokens that texts named and that were encoded as such, with their number; absent if not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub special_tokens_in_text: Option<BTreeMap<String, u64>>,
     /// Whether special tokens that texts named were encoded as text.
@@ -60,7 +59,7 @@ pub struct TokenFileInfo {
 }
 
 impl TokenFileInfo {
-    /// Reads a `PREFIX.json`; `None` if it does not exist.
+    /// Reads a `PREFIX.json`. Returns `None` if the file does not exist.
     pub(crate) fn read(path: &Path) -> Result<Option<Self>> {
         match std::fs::metadata(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),

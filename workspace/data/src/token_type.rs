@@ -25,7 +25,7 @@ pub enum TokenType {
 const LARGE_VOCABULARY: usize = 65_500;
 
 impl TokenType {
-    /// Returns the type of an index's code; the error is the reason.
+    /// Returns the type with an index's code, or the reason why no type has it.
     pub(crate) fn from_code(code: u8) -> Result<Self, String> {
         let all = [Self::U8, Self::I8, Self::I16, Self::I32, Self::I64, Self::U16];
         all.into_iter().find(|kind| kind.code() == code).ok_or_else(|| match code {
@@ -38,7 +38,7 @@ impl TokenType {
         self as u8
     }
 
-    /// Returns the bytes of one token.
+    /// Returns the number of bytes of a token.
     pub fn bytes(self) -> usize {
         match self {
             Self::U8 | Self::I8 => 1,
@@ -48,8 +48,8 @@ impl TokenType {
         }
     }
 
-    /// Returns the number of ids that the type can store; `None` for signed types, which can store what is
-    /// no id.
+    /// Returns the number of ids that the type can store, or `None` for signed types, which also store negative
+    /// numbers.
     pub(crate) fn num_ids(self) -> Option<u64> {
         match self {
             Self::U8 => Some(1 << 8),
@@ -94,7 +94,7 @@ impl TokenType {
         }
     }
 
-    /// How many stored ids are negative or not below `limit`, and the first of them with its index.
+    /// Counts the stored ids that are negative or not below `limit`. Also returns the first such id, with its index.
     pub(crate) fn outside(self, bytes: &[u8], limit: u64) -> (u64, Option<(u64, i64)>) {
         match self {
             Self::U8 => outside(bytes, limit, |[b]: [u8; 1]| i64::from(b)),
@@ -106,15 +106,15 @@ impl TokenType {
         }
     }
 
-    /// Returns the last of stored ids, if there is one.
+    /// Returns the last stored id, if any.
     pub(crate) fn last(self, bytes: &[u8]) -> Option<i64> {
         let last = &bytes[bytes.len().checked_sub(self.bytes())?..];
-        // Of a limit of 0 every id is outside.
+        // With a limit of 0 every id is outside.
         self.outside(last, 0).1.map(|(_, id)| id)
     }
 }
 
-/// Returns the loop of [`TokenType::outside`] for one stored type of N bytes.
+/// Runs the loop of [`TokenType::outside`] for one stored type of N bytes.
 fn outside<const N: usize>(
     bytes: &[u8],
     limit: u64,
@@ -131,7 +131,7 @@ fn outside<const N: usize>(
     (count, first)
 }
 
-/// Returns the loop of [`TokenType::widen`] for one stored type of N bytes.
+/// Runs the loop of [`TokenType::widen`] for one stored type of N bytes.
 fn widen<const N: usize>(
     bytes: &[u8],
     out: &mut [u32],

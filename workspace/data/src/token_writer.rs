@@ -1,6 +1,6 @@
-//! Writes a token file: `PREFIX.bin`, `PREFIX.idx`, `PREFIX.json` and, if it has one, `PREFIX.mask`. Documents of
-//! any number stream to temporary files beside the final ones. The names are created at the end, the
-//! index last, so a token file that can be opened is complete.
+//! Writes a token file: `PREFIX.bin`, `PREFIX.idx`, `PREFIX.json` and, with a mask, `PREFIX.mask`. Documents of any
+//! number stream to temporary files beside the final files. The names are created at the end, the index last, so a
+//! token file that can be opened is complete.
 
 use std::io::{BufReader, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -13,17 +13,17 @@ use crate::pending::{Pending, refuse_existing, with_ending};
 use crate::token_index::{HEADER_BYTES, MAGIC, VERSION};
 use crate::{Error, Result, TokenFileContent, TokenFileInfo, TokenType};
 
-/// A token file being written. Dropping it without [`TokenFileWriter::finish`] leaves no files, unless it was
-/// begun by [`TokenFileWriter::resume`].
+/// A token file being written. Dropping it without [`TokenFileWriter::finish`] leaves no files, unless the file was
+/// started by [`TokenFileWriter::resume`].
 pub struct TokenFileWriter {
     prefix: PathBuf,
     overwrite: bool,
-    /// Where its files lie until they are complete; `None` for temporary names.
+    /// Directory of the files until they are complete; `None` for temporary names.
     directory: Option<PathBuf>,
     bin: Pending,
-    /// Of a file whose tokens are not all trained on.
+    /// `None` if all tokens are trained on.
     mask: Option<Pending>,
-    /// Header (still zeros) and lengths; `finish` derives the other tables from these.
+    /// Header (still zeros) and lengths; `finish` derives the other tables from the lengths.
     idx: Pending,
     dtype: TokenType,
     vocab_size: usize,
@@ -31,12 +31,12 @@ pub struct TokenFileWriter {
     bytes: Vec<u8>,
 }
 
-/// What a token file that is being written has.
+/// Size of a token file that is being written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Written {
     /// Complete documents.
     pub documents: u64,
-    /// Their tokens.
+    /// Tokens of these documents.
     pub tokens: u64,
 }
 
@@ -46,14 +46,13 @@ impl TokenFileWriter {
         Self::start(prefix, vocab_size, false, None, Written::default())
     }
 
-    /// Like [`TokenFileWriter::create`], but `finish` replaces existing files.
+    /// Starts a token file as [`TokenFileWriter::create`], but `finish` replaces existing files.
     pub fn replace(prefix: &Path, vocab_size: usize) -> Result<Self> {
         Self::start(prefix, vocab_size, true, None, Written::default())
     }
 
-    /// Starts a token file whose files lie in `directory` until they are complete, or continues it after
-    /// `written`; what the files have after that is removed. They stay there when the writer is dropped.
-    /// `overwrite` lets `finish` replace existing files.
+    /// Starts a token file, or resumes it after `written` and removes later contents. Its files lie in `directory`
+    /// until they are complete, also after the writer is dropped. `overwrite` lets `finish` replace existing files.
     pub fn resume(
         prefix: &Path,
         vocab_size: usize,
@@ -97,12 +96,12 @@ impl TokenFileWriter {
         })
     }
 
-    /// Returns the files of a prefix: `.bin`, `.idx`, `.json` and `.mask`, which only some have.
+    /// Returns the paths of a token file: `.bin`, `.idx`, `.json` and the optional `.mask`.
     pub fn outputs(prefix: &Path) -> [PathBuf; 4] {
         [".bin", ".idx", ".json", mask::ENDING].map(|ending| with_ending(prefix, ending))
     }
 
-    /// Returns the same with a mask of the tokens that are trained on, before any more documents are appended.
+    /// Adds a mask of the tokens that are trained on. Call it before more documents are appended.
     pub fn with_mask(mut self) -> Result<Self> {
         let [.., mask] = Self::outputs(&self.prefix);
         self.mask = Some(open(&mask, self.directory.as_deref(), self.written.tokens)?);
@@ -114,7 +113,7 @@ impl TokenFileWriter {
         &self.prefix
     }
 
-    /// Appends a document; with a mask, all of its tokens are trained on.
+    /// Appends a document. If the file has a mask, all of the document's tokens are trained on.
     pub fn push_document(&mut self, tokens: &[u32]) -> Result<()> {
         if let Some(mask) = &mut self.mask {
             mask.write(&vec![1; tokens.len()])?;
@@ -137,7 +136,7 @@ impl TokenFileWriter {
 
     /// Appends a document. Its mask, if any, is written already.
     fn push_unmasked(&mut self, tokens: &[u32]) -> Result<()> {
-        // A loop without a branch finds the largest several times as fast as one that ends at the first outside.
+        // Finding the largest id without a branch is several times as fast as searching for the first id outside.
         let largest = tokens.iter().copied().max().unwrap_or(0);
         let is_outside = |&id: &u32| id as usize >= self.vocab_size;
         if is_outside(&largest)
@@ -201,7 +200,7 @@ impl TokenFileWriter {
     /// Completes the index and renames the files to their final names.
     ///
     /// # Errors
-    /// Fails if the disk is full, or if a name was taken meanwhile; no files are left then.
+    /// Fails if the disk is full, or if a name was taken meanwhile. No files remain then, except after `resume`.
     pub fn finish(self, info: TokenFileInfo) -> Result<TokenFileInfo> {
         let overwrite = self.overwrite;
         let complete = self.complete(info)?;
@@ -234,7 +233,7 @@ impl TokenFileWriter {
         Ok(CompleteTokenFile { bin, mask, json, idx, info, stays: directory.is_some() })
     }
 
-    /// Returns the content of the files, which are complete, and the trained tokens if there is a mask.
+    /// Returns the content of the complete files, and the number of trained tokens if there is a mask.
     fn content(&mut self) -> Result<(TokenFileContent, Option<u64>)> {
         let (idx, bin) = (self.idx.map()?, self.bin.map()?);
         let mask = self.mask.as_mut().map(Pending::map).transpose()?;
@@ -281,7 +280,7 @@ impl TokenFileWriter {
     }
 }
 
-/// Returns a file of a token file that gets the name `path` when it is complete.
+/// Opens a file of a token file. It gets the name `path` when it is complete.
 fn open(path: &Path, directory: Option<&Path>, length: u64) -> Result<Pending> {
     match directory {
         Some(directory) => Pending::resume(path, directory, length),
@@ -296,12 +295,12 @@ pub struct CompleteTokenFile {
     json: Pending,
     idx: Pending,
     info: TokenFileInfo,
-    /// Whether a file that has its name keeps it when another one cannot get its own: [`publish_remaining`] goes on.
+    /// Whether renamed files keep their names if a later rename fails: [`publish_remaining`] continues.
     stays: bool,
 }
 
-/// Gives the files of a complete token file in `directory`, which has a mask or not, their final names, as far as an
-/// interrupted [`publish_token_files`] has not.
+/// Renames the files of a complete token file in `directory` to their final names, unless an interrupted
+/// [`publish_token_files`] has renamed them. `has_mask` is whether the token file has a mask.
 pub fn publish_remaining(
     prefix: &Path,
     directory: &Path,
@@ -327,8 +326,8 @@ pub fn publish_remaining(
 /// Renames the files of complete token files to their final names.
 ///
 /// # Errors
-/// Fails if a name was taken meanwhile; none of the names are left then, but for those of files of
-/// [`TokenFileWriter::resume`], which [`publish_remaining`] continues with.
+/// Fails if a name was taken meanwhile, and removes the files that were renamed before. Files of
+/// [`TokenFileWriter::resume`] stay; [`publish_remaining`] continues with them.
 pub fn publish_token_files(
     files: Vec<CompleteTokenFile>,
     overwrite: bool,
@@ -336,7 +335,7 @@ pub fn publish_token_files(
     let _publication = Publication::start();
     if overwrite {
         for CompleteTokenFile { bin, mask, idx, .. } in &files {
-            // An old index must never exist beside a new .bin, nor an old mask.
+            // Neither an old index nor an old mask may exist beside a new .bin.
             remove_old(idx.path())?;
             if mask.is_none() {
                 remove_old(&bin.path().with_extension(&mask::ENDING[1..]))?;

@@ -1,8 +1,8 @@
-//! What a tokenizer is, whatever the bytes of its file: the content of `tokenizer.json` as the library writes
-//! it, with every default filled in. Two files of the same content differ in the order of keys, in spaces, in
-//! defaults that one of them leaves out, in old spellings such as merges of one string, or in truncation and
-//! padding, which are disabled here. Without the library the defaults of a model of BPE are filled in, and no others:
-//! a file that leaves out others has other content than the library tells.
+//! The content of a tokenizer, whatever the bytes of its file: the content of `tokenizer.json` as the library writes
+//! it, with every default filled in. Two files of the same content may differ in the order of keys, in spaces, in
+//! omitted defaults, and in old spellings, such as merges of one string. They may also differ in truncation and
+//! padding, which are disabled here. Without the library, only the defaults of a BPE model are filled in: a file that
+//! omits other defaults has another content here than with the library.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -13,12 +13,12 @@ use serde_json::Value;
 use serde_json::value::{RawValue, to_raw_value};
 
 const SHOWN_CHARACTERS: usize = 40;
-/// The part that is the tokens of the model with their ids.
+/// The part with the model's tokens and their ids.
 const VOCABULARY: &str = "vocabulary";
 const MERGES: &str = "merges";
 /// Fields of a `tokenizer.json` that do not belong to its content: they are the same for all tokenizers here.
 const OTHER_FIELDS: [&str; 3] = ["version", "truncation", "padding"];
-/// Fields of a model of BPE that a file may leave out, with what the library writes then.
+/// Optional fields of a BPE model, with the defaults that the library writes.
 const BPE_DEFAULTS: [(&str, &RawValue); 7] = [
     ("dropout", RawValue::NULL),
     ("unk_token", RawValue::NULL),
@@ -29,25 +29,25 @@ const BPE_DEFAULTS: [(&str, &RawValue); 7] = [
     ("ignore_merges", RawValue::FALSE),
 ];
 
-/// Identifies the content of a tokenizer: the blake3 of each of its parts, in hexadecimal. A part is hashed as
-/// JSON without spaces whose keys are sorted.
+/// Identifies the content of a tokenizer: the blake3 of each of its parts, in hexadecimal. A part is hashed as JSON
+/// without spaces and with sorted keys.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct TokenizerContent(BTreeMap<String, String>);
 
 impl TokenizerContent {
-    /// Returns the first part that another content has otherwise; `None` if they are equal.
+    /// Returns the first part that differs from `other`, or `None` if the contents are equal.
     pub fn first_difference<'a>(&'a self, other: &'a Self) -> Option<&'a str> {
         let names: BTreeSet<&String> = self.0.keys().chain(other.0.keys()).collect();
         let mut names: Vec<&str> = names.into_iter().map(String::as_str).collect();
-        // The vocabulary says most.
+        // The vocabulary comes first: it says most.
         names.sort_by_key(|&name| name != VOCABULARY);
         names.into_iter().find(|&name| self.0.get(name) != other.0.get(name))
     }
 }
 
-/// A `tokenizer.json` as the library writes it, the keys of the vocabulary sorted. Its vocabulary and its merges, which
-/// are nearly all of it, stay text.
+/// A `tokenizer.json` as the library writes it, with a sorted vocabulary. The vocabulary and the merges, nearly all of
+/// the file, stay text.
 #[derive(Debug)]
 pub struct TokenizerJson {
     /// All fields, the model without its vocabulary and its merges.
@@ -56,26 +56,26 @@ pub struct TokenizerJson {
     pub tokens: Vec<(String, u32)>,
     /// The field `vocab` of the model.
     pub vocabulary: Box<RawValue>,
-    /// The field `merges` of the model, an array of pairs of tokens; `null` if it has none.
+    /// The field `merges` of the model, an array of pairs of tokens; `null` if the model has no merges.
     pub merges: Box<RawValue>,
 }
 
 impl TokenizerJson {
-    /// What the library has written of a tokenizer with these `tokens` of the model.
+    /// Parses `text`, which the library wrote for a tokenizer with these `tokens` of the model.
     pub fn written(text: &str, mut tokens: Vec<(String, u32)>) -> Result<Self, serde_json::Error> {
         let mut fields = fields_of(text)?;
         let mut model = fields_of(fields.remove("model").map_or("{}", RawValue::get))?;
         tokens.sort_unstable();
         let vocabulary = match model.remove("vocab") {
             Some(list) if !list.get().starts_with('{') => list.to_owned(),
-            // Of several tokens of one id the library writes any one.
+            // If several tokens have one id, the library writes any of them.
             _ => to_raw_value(&Vocabulary(&tokens))?,
         };
         let merges = model.remove("merges").unwrap_or(RawValue::NULL).to_owned();
         Self::of_parts(fields, model, tokens, vocabulary, merges)
     }
 
-    /// What a `tokenizer.json` says.
+    /// Parses a `tokenizer.json`.
     pub fn of_file(bytes: &[u8]) -> Result<Self, serde_json::Error> {
         let mut fields: BTreeMap<&str, &RawValue> = serde_json::from_slice(bytes)?;
         let mut model = fields_of(fields.remove("model").map_or("{}", RawValue::get))?;
@@ -97,7 +97,7 @@ impl TokenizerJson {
         Self::of_parts(fields, model, tokens, vocabulary, to_raw_value(&merges)?)
     }
 
-    /// Of the fields but for the model, and those of the model but for its vocabulary and its merges.
+    /// Creates the value from the fields except the model, and the model's fields except its vocabulary and its merges.
     fn of_parts(
         fields: BTreeMap<&str, &RawValue>,
         model: BTreeMap<&str, &RawValue>,
@@ -120,7 +120,7 @@ impl TokenizerJson {
         TokenizerContent(hashes)
     }
 
-    /// Returns the parts but for the vocabulary and the merges, their keys sorted.
+    /// Returns the parts except the vocabulary and the merges, with sorted keys.
     fn small_parts(&self) -> impl Iterator<Item = (String, Value)> {
         let fields = self.fields.as_object().into_iter().flatten();
         fields.filter(|(name, _)| !OTHER_FIELDS.contains(&name.as_str())).map(|(name, part)| {
@@ -130,7 +130,7 @@ impl TokenizerJson {
         })
     }
 
-    /// Returns the value of a part; null if there is none of this name.
+    /// Returns the value of a part, or null if no part has this name.
     fn part(&self, name: &str) -> Value {
         let text = match name {
             VOCABULARY => &self.vocabulary,
@@ -140,11 +140,11 @@ impl TokenizerJson {
                 return parts.find(|(part, _)| part == name).unwrap_or_default().1;
             }
         };
-        // A text that serde_json wrote.
+        // Valid JSON, as every `RawValue`.
         serde_json::from_str(text.get()).unwrap_or_default()
     }
 
-    /// Returns the first place where the content is not `other`'s, with both values: `vocabulary."the": 5, not 7`.
+    /// Returns the first difference from the content of `other`, with both values: `vocabulary."the": 5, not 7`.
     pub(crate) fn first_difference(&self, other: &Self) -> Option<String> {
         let (ours, others) = (self.content(), other.content());
         let name = ours.first_difference(&others)?;
@@ -172,8 +172,8 @@ impl Serialize for Vocabulary<'_> {
     }
 }
 
-/// The tokens of a vocabulary with their ids, in the order of the text: of an object of ids, or of a list of tokens
-/// with their scores.
+/// The tokens of a vocabulary with their ids, in the order of the text. The text is an object of ids, or a list of
+/// tokens with their scores.
 pub(crate) struct Tokens(pub(crate) Vec<(String, u32)>);
 
 impl<'de> Deserialize<'de> for Tokens {
@@ -209,7 +209,7 @@ impl<'de> Visitor<'de> for TokensVisitor {
     }
 }
 
-/// Two tokens that become one, as a pair, or as older programs write it: one string with a space between.
+/// Two tokens that become one token, written as a pair, or by older programs as one string with a space.
 #[derive(Serialize)]
 struct Merge(String, String);
 
@@ -241,7 +241,7 @@ impl<'de> Visitor<'de> for MergeVisitor {
     }
 }
 
-/// Returns the first place in which two values that lie at `place` differ.
+/// Returns the first difference between two values at `place`.
 fn difference(place: &str, ours: &Value, others: &Value) -> String {
     let deeper = match (ours, others) {
         (Value::Object(ours), Value::Object(others)) => {

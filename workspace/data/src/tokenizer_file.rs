@@ -1,4 +1,4 @@
-//! A `tokenizer.json` without the library that runs it: what tells it from others, its ids, and their bytes.
+//! A `tokenizer.json` without the library that runs it: its identity, its ids, and their bytes.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -23,17 +23,17 @@ impl TokenizerFile {
         Ok(Self { hash: source.hash(), source, json })
     }
 
-    /// Returns the `tokenizer.json`.
+    /// Returns the path of the `tokenizer.json`.
     pub fn path(&self) -> &Path {
         &self.source.path
     }
 
-    /// blake3 of the tokenizer, in hexadecimal; see [`TokenizerSource::hash`].
+    /// Returns the tokenizer's blake3, in hexadecimal; see [`TokenizerSource::hash`].
     pub fn hash(&self) -> &str {
         &self.hash
     }
 
-    /// What a user should know of files that disagree, in a sentence each.
+    /// Returns remarks for the user on files that disagree, one sentence each.
     pub fn remarks(&self) -> &[String] {
         &self.source.remarks
     }
@@ -43,13 +43,13 @@ impl TokenizerFile {
         self.id(self.source.special.get(name)?)
     }
 
-    /// What identifies the tokenizer, whatever the bytes of its file.
+    /// Returns the content that identifies the tokenizer, whatever the bytes of its file.
     pub fn content(&self) -> TokenizerContent {
         self.json.content()
     }
 
-    /// Returns the first place where the content is not another tokenizer's, with both values; `None` if the contents
-    /// are the same.
+    /// Returns the first difference from the content of `other`, with both values. Returns `None` if the contents are
+    /// the same.
     pub fn first_difference(&self, other: &Self) -> Option<String> {
         self.json.first_difference(&other.json)
     }
@@ -71,8 +71,8 @@ impl TokenizerFile {
         other.ids().iter().all(|(token, id)| ids.get(token) == Some(id))
     }
 
-    /// Returns the leading rows of a model with the tokenizer `old` and so many rows that are the same tokens here:
-    /// none of them is a token that the model did not have.
+    /// Counts the leading rows that stay the same tokens in a model of `rows` rows with the tokenizer `old`. Counting
+    /// stops at the first id that `old` does not have.
     pub fn kept_rows(&self, old: &Self, rows: usize) -> usize {
         let old: HashSet<u32> = old.ids().into_values().collect();
         let new = self.ids().into_values().filter(|id| !old.contains(id));
@@ -84,7 +84,7 @@ impl TokenizerFile {
         self.json.tokens.iter().cloned().chain(added).collect()
     }
 
-    /// What tells the bytes of ids; `None` if the tokenizer decodes as none of the known.
+    /// Returns the decoder of ids, or `None` if the tokenizer's decoder is not supported.
     pub fn decoder(&self) -> Option<TokenDecoder> {
         TokenDecoder::new(&self.json, &self.source.added)
     }

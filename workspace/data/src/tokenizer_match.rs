@@ -1,13 +1,13 @@
-//! Whether a tokenizer is the one that a token file records: the same bytes, the same content, or another one that was
-//! accepted.
+//! Compares a tokenizer with the tokenizer that a token file records: the same bytes, the same content, or an accepted
+//! other tokenizer.
 
 use crate::pending::with_ending;
 use crate::{Error, Result, TokenFile, TokenizerContent};
 
-/// Tokens at the beginning of a token file whose text is recorded.
+/// Tokens at the beginning of a token file. The hash of their text is recorded.
 pub const BEGINNING_TOKENS: usize = 1024;
 
-/// How a tokenizer was found to fit a token file.
+/// How a tokenizer fits a token file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum TokenizerMatch {
     /// The token file records no tokenizer.
@@ -16,13 +16,13 @@ pub enum TokenizerMatch {
     Same,
     /// The file has other bytes than recorded, and the recorded content.
     Rewritten,
-    /// The file is of another tokenizer, or one whose content is not recorded, and gives the same ids on a sample.
+    /// The tokenizer is another, or its content is not recorded, and it gives the same ids on a sample.
     SameIds,
 }
 
 impl TokenizerMatch {
-    /// What a user should know of it, as a clause about the tokenizer; `None` for the recorded bytes, or without
-    /// a record.
+    /// Returns a remark for the user, as a clause about the tokenizer; `None` for the recorded bytes, or without a
+    /// record.
     pub fn remark(self) -> Option<&'static str> {
         match self {
             TokenizerMatch::Unrecorded | TokenizerMatch::Same => None,
@@ -37,8 +37,8 @@ impl TokenizerMatch {
 }
 
 impl TokenFile {
-    /// Compares a tokenizer with this hash and number of ids with the recorded one; its content is asked for if the
-    /// hash is another. The inner error says what the tokenizer has otherwise.
+    /// Compares a tokenizer with this hash and number of ids with the recorded tokenizer. If the hash is neither
+    /// recorded nor accepted, calls `content`. The inner error is the difference.
     pub fn compare_tokenizer<E>(
         &self,
         hash: &str,
@@ -76,7 +76,8 @@ impl TokenFile {
         Ok(Err(difference))
     }
 
-    /// Records in `PREFIX.json` that the tokenizer with this hash gives the file's ids; nothing without that file.
+    /// Records in `PREFIX.json` that the tokenizer with this hash gives the file's ids. Without that file, does
+    /// nothing.
     pub fn accept_tokenizer(&self, hash: &str) -> Result<()> {
         let Some(mut info) = self.info().cloned() else { return Ok(()) };
         if !info.accepted_tokenizers.iter().any(|accepted| accepted == hash) {

@@ -1,7 +1,7 @@
-//! A tokenizer as the files of its directory describe it together: `tokenizer.json`, and the tokens that other files
-//! name, which transformers 5 adds to it. What is added is written into `added_tokens` of the `tokenizer.json` that
-//! programs load, so all of them have the same ids. Paired with `added_tokens`, and with `_from_pretrained` of
-//! transformers' `tokenization_utils_base.py` and `TokenizersBackend.__init__`.
+//! A tokenizer as the files of its directory describe it together: `tokenizer.json`, and the tokens of other files that
+//! transformers 5 adds to it. The added tokens are written into `added_tokens` of the `tokenizer.json` that programs
+//! load, so all programs have the same ids. Paired with `added_tokens`, and with `_from_pretrained` of transformers'
+//! `tokenization_utils_base.py` and `TokenizersBackend.__init__`.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -15,28 +15,28 @@ use crate::added_tokens::{Added, Others};
 use crate::tokenizer_content::Tokens;
 
 const TOKENIZER_FILE: &str = "tokenizer.json";
-/// Tokens of a tokenizer, and one more than its largest id.
+/// Exclusive upper limit of a tokenizer's ids.
 pub const MAX_TOKENS: usize = 1 << 24;
 const MAX_FILE_BYTES: u64 = 1 << 30;
-/// Files of tokenizers of other forms, from which transformers makes a `tokenizer.json`.
+/// Files of other tokenizer formats, which transformers converts to a `tokenizer.json`.
 const OTHER_FORMS: [&str; 6] =
     ["tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "tiktoken.model", "spiece.model"];
 
-/// A tokenizer's files, read.
+/// The contents of a tokenizer's files.
 #[derive(Debug)]
 pub struct TokenizerSource {
-    /// The `tokenizer.json`.
+    /// The path of the `tokenizer.json`.
     pub path: PathBuf,
-    /// Its bytes, with the tokens that other files add.
+    /// The bytes of the `tokenizer.json`, with the tokens that other files add.
     pub json: Vec<u8>,
     pub(crate) added: BTreeMap<u32, Added>,
     /// The special tokens by their names, such as `eos_token`.
     pub special: BTreeMap<String, String>,
     /// The settings of `tokenizer_config.json` that are true or false, such as `add_bos_token`.
     pub settings: BTreeMap<String, bool>,
-    /// `tokenizer_class` of that file.
+    /// `tokenizer_class` of `tokenizer_config.json`.
     pub class: Option<String>,
-    /// What a user should know of files that disagree, in a sentence each.
+    /// Remarks for the user on files that disagree, one sentence each.
     pub remarks: Vec<String>,
 }
 
@@ -48,7 +48,7 @@ struct File<'a> {
     padding: Option<Value>,
     #[serde(borrow)]
     model: Model<'a>,
-    /// Parsed because the library panics for one that is not JSON.
+    /// Parsed because the library panics if the decoder is not JSON.
     #[serde(rename = "decoder")]
     _decoder: Option<Value>,
 }
@@ -64,8 +64,8 @@ impl TokenizerSource {
     /// Reads `path/tokenizer.json`, or `path` itself if it is a file, and the files beside it.
     ///
     /// # Errors
-    /// Fails if there is none, if it encodes a text in several ways, or has an id that is too large, and if a file beside
-    /// it is no JSON, or names a token in a way that transformers does not read.
+    /// Fails if there is no `tokenizer.json`, if it encodes a text in several ways, or if an id is too large. Also
+    /// fails if a file beside it is not JSON, or names a token in a form that transformers does not read.
     pub fn read(path: &Path) -> Result<Self> {
         let path = if path.is_dir() { path.join(TOKENIZER_FILE) } else { path.to_path_buf() };
         let directory = moh_files::parent(&path);
@@ -128,7 +128,7 @@ impl TokenizerSource {
         Ok(Self { path, json, added, special, settings, class, remarks })
     }
 
-    /// blake3 of the tokenizer, in hexadecimal: of the bytes of the file if no other adds a token.
+    /// Returns the tokenizer's blake3, in hexadecimal: of the file's bytes if no other file adds or changes a token.
     pub fn hash(&self) -> String {
         blake3::hash(&self.json).to_hex().to_string()
     }
@@ -147,8 +147,8 @@ fn missing(directory: &Path) -> String {
     )
 }
 
-/// Returns the ids of added tokens by their contents, as the library gives them: those of the model's tokens of the
-/// same content, or the next ones after the model's. Also those of `more` that no other file has.
+/// Returns the ids of added tokens by content, as the library assigns them: the id of the model's token of the same
+/// content, or the next id after the model's. Also returns the tokens of `more` that neither the model nor `own` has.
 fn ids<'a>(
     tokens: &[(String, u32)],
     own: &'a [Added],
@@ -173,8 +173,8 @@ fn ids<'a>(
     (ids, new)
 }
 
-/// Returns a sentence for each file that names tokens which `tokenizer.json` does not have, and for each that gives
-/// tokens other ids than they have.
+/// Returns one sentence for each file with tokens that `tokenizer.json` does not have, and one for each file that
+/// states other ids than its tokens have.
 fn remarks<'a>(
     path: &Path,
     tokens: impl Iterator<Item = &'a Added>,
@@ -225,7 +225,7 @@ fn with_tokens(json: &[u8], added: &BTreeMap<u32, Added>) -> serde_json::Result<
 mod tests {
     use super::*;
 
-    /// What becomes of a tokenizer of `a`, `b` and `<s>`, to which `<x>` is added, with these other files.
+    /// Reads a tokenizer of `a`, `b` and `<s>`, to which `<x>` is added, with these other files.
     fn source(files: &str) -> Result<TokenizerSource> {
         let dir = tempfile::tempdir().unwrap();
         let tokenizer = r#"tokenizer.json {"model": {"vocab": {"a": 0, "b": 1, "<s>": 2}, "merges": []},
@@ -239,7 +239,7 @@ mod tests {
 
     #[test]
     fn tokens_are_added_in_the_order_of_transformers() {
-        // What transformers 5.24 gives: `AutoTokenizer.from_pretrained(D).get_added_vocab()`.
+        // Results of transformers 5.24: `AutoTokenizer.from_pretrained(D).get_added_vocab()`.
         const CASES: &str = r#"
 tokenizer_config.json {"eos_token": "<x>", "add_bos_token": false, "pad_token": null} = 3 <x>
 tokenizer_config.json {"bos_token": "<s>"} = 2 <s>, 3 <x>

@@ -1,6 +1,6 @@
-//! Verifies all of a token file: its tables, every id, the record of its content, and what its documents say
-//! about how it was made. The file is read once, in order, [`WAVE_BYTES`] at a time by all threads; of each
-//! document 16 bytes stay in memory.
+//! Verifies all of a token file: its tables, every id, the record of its content, and signs in its documents of how it
+//! was made. The file is read once, in order, [`WAVE_BYTES`] at a time by all threads. 16 bytes of each document stay
+//! in memory.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -21,31 +21,31 @@ const LARGE_BYTES: usize = 1 << 20;
 /// The low bits of a [`Mark`]: the document's number. The hash has the other 88.
 const NUMBER_BITS: u32 = 40;
 
-/// A document's hash, and below it its number.
+/// A document's hash in the high bits, and its number in the low bits.
 type Mark = u128;
 
-/// What [`Verify::run`] verifies, and against what.
+/// The input of [`Verify::run`].
 #[derive(Clone, Copy, Debug)]
 pub struct Verify<'a> {
     /// The token file's path without its endings.
     pub prefix: &'a Path,
-    /// Ids are below this; by default below the recorded size of the vocabulary.
+    /// Exclusive upper bound of the ids; by default the recorded size of the vocabulary.
     pub vocabulary: Option<u64>,
-    /// The id of the recorded end of text; by default the one that ends most documents.
+    /// The id of the recorded end of text; by default the id that ends most documents.
     pub end_of_text: Option<u32>,
 }
 
-/// What [`Verify::run`] has found.
+/// The result of [`Verify::run`].
 #[derive(Clone, Debug)]
 pub struct Verification {
     /// Documents in the file; 0 if its tables cannot be used.
     pub documents: u64,
     /// Tokens in the file.
     pub tokens: u64,
-    /// Every id was compared with this; `None` if no size of the vocabulary is known, so that only ids that
-    /// no vocabulary has were found.
+    /// The bound that every id was compared with. `None` if no size of the vocabulary is known: only ids outside every
+    /// vocabulary were found.
     pub vocabulary: Option<u64>,
-    /// One for each kind that was found, the faults first.
+    /// One problem for each kind that was found, the faults first.
     pub problems: Vec<Problem>,
 }
 
@@ -54,16 +54,15 @@ pub struct Verification {
 pub struct Problem {
     /// The kind.
     pub kind: ProblemKind,
-    /// How many places have it.
+    /// The number of places with the problem.
     pub count: u64,
-    /// The first document that has it, counted from 0, if it is one of documents.
+    /// The first document with the problem, counted from 0; `None` for kinds that do not concern documents.
     pub document: Option<u64>,
     /// The problem and its first place, as one sentence.
     pub message: String,
 }
 
-/// The kinds of problems. Training on a file with a fault fails or reads other text; the others may be
-/// intended.
+/// The kinds of problems. Training on a file with a fault fails or reads other text. Other problems may be intended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ProblemKind {
@@ -73,9 +72,9 @@ pub enum ProblemKind {
     Offsets,
     /// Bytes in the `.bin` that belong to no document.
     Size,
-    /// The `.json` describes other files, or is no description.
+    /// The `.json` describes other files, or is not a token file's metadata.
     Record,
-    /// A mask that is not the file's, or has bytes other than 0 and 1.
+    /// The mask belongs to another file, or has bytes other than 0 and 1.
     Mask,
     /// Ids outside the vocabulary.
     Ids,
@@ -85,22 +84,22 @@ pub enum ProblemKind {
     Empty,
     /// Documents that repeat an earlier one.
     Duplicates,
-    /// Documents of which the mask has no token trained on.
+    /// Documents without a token that is trained on, by the mask.
     Untrained,
 }
 
 impl ProblemKind {
-    /// Returns whether it is a fault of the file, not of its text.
+    /// Returns whether the kind is a fault of the file, not of its text.
     pub fn is_fault(self) -> bool {
         !matches!(self, Self::EndOfText | Self::Empty | Self::Duplicates | Self::Untrained)
     }
 }
 
 impl Verify<'_> {
-    /// Verifies the file. `progress` gets the bytes of tokens that were read, and of all.
+    /// Verifies the file. `progress` gets the bytes of tokens read so far, and the bytes of all tokens.
     ///
     /// # Errors
-    /// Fails if a file is missing or cannot be read; what is wrong with its content is a [`Problem`].
+    /// Fails if a file is missing or cannot be read. Faults of its content are [`Problem`]s.
     pub fn run(self, progress: &mut dyn FnMut(u64, u64)) -> Result<Verification> {
         let mut file = match TokenFile::open_without_info(self.prefix) {
             Ok(file) => file,
@@ -134,7 +133,7 @@ fn problem(kind: ProblemKind, count: u64, document: Option<u64>, message: String
     Problem { kind, count, document, message }
 }
 
-/// Returns a problem of so many documents, of which the first is named.
+/// Creates the problem of `count` documents, the first of them `first`.
 fn of_documents(
     file: &TokenFile,
     kind: ProblemKind,
@@ -150,7 +149,7 @@ fn bin(file: &TokenFile) -> PathBuf {
     with_ending(file.prefix(), ".bin")
 }
 
-/// What a reader of training tolerates of the tables, and a token file should not have.
+/// Returns problems of the tables that training tolerates, but that a token file should not have.
 fn tables(file: &TokenFile) -> Vec<Problem> {
     let mut problems = Vec::new();
     if let (count, Some(first)) = file.displaced() {
@@ -175,7 +174,7 @@ fn tables(file: &TokenFile) -> Vec<Problem> {
     problems
 }
 
-/// Reads `PREFIX.json` and the mask, and compares what the record says of the files with them.
+/// Reads `PREFIX.json` and the mask, and compares the recorded content with the files.
 fn record(file: &mut TokenFile) -> Result<Option<Problem>> {
     let read = file.read_info().map_err(|error| (ProblemKind::Record, error));
     let read = read.and_then(|()| file.open_mask().map_err(|error| (ProblemKind::Mask, error)));
@@ -191,7 +190,7 @@ fn record(file: &mut TokenFile) -> Result<Option<Problem>> {
     }
 }
 
-/// `3 of 50 documents`.
+/// Formats a count: `3 of 50 documents`.
 fn of(count: u64, noun: &str, all: u64) -> String {
     let plural = if all == 1 { "" } else { "s" };
     format!("{count} of {all} {noun}{plural}")
@@ -201,7 +200,7 @@ struct Scan {
     outside: u64,
     /// Document, position and id of the first id outside the vocabulary.
     first_outside: Option<(u64, u64, i64)>,
-    /// For each last id the documents that end with it, and the first of them.
+    /// By last id: the number of documents that end with it, and the first of these documents.
     ends: BTreeMap<i64, (u64, u64)>,
     empty: u64,
     first_empty: Option<u64>,
@@ -209,16 +208,16 @@ struct Scan {
 }
 
 struct Found {
-    /// Ids outside the vocabulary, and the first with its index in the document.
+    /// The number of ids outside the vocabulary, and the first such id with its index in the document.
     outside: (u64, Option<(u64, i64)>),
-    /// `None` without tokens.
+    /// The last id; `None` without tokens.
     end: Option<i64>,
     mark: Mark,
 }
 
 impl Scan {
     fn new(file: &TokenFile) -> Self {
-        // The index has more bytes than this has elements.
+        // Fits usize: the index has more bytes than the file has documents.
         let marks = Vec::with_capacity(file.num_documents() as usize);
         let ends = BTreeMap::new();
         Self { outside: 0, first_outside: None, ends, empty: 0, first_empty: None, marks }
@@ -276,7 +275,8 @@ impl Scan {
         Some(problem(ProblemKind::Ids, self.outside, Some(document), message))
     }
 
-    /// Returns the documents that do not end with the token `end`, whose id is `id` or the most frequent one.
+    /// Returns the problem of documents that do not end with the token `end`. Without `id`, the most frequent last id
+    /// is the token's.
     fn ends(&self, file: &TokenFile, end: &str, id: Option<u32>) -> Option<Problem> {
         let most = || self.ends.iter().rev().max_by_key(|(_, (count, _))| count).map(|(&id, _)| id);
         let assumed = id.map_or_else(most, |id| Some(i64::from(id)))?;
@@ -304,7 +304,7 @@ impl Scan {
         let (mut count, mut first) = (0, None);
         for group in groups {
             count += group.len() as u64 - 1;
-            // Sorted by their numbers too.
+            // Sorted by number within a group.
             if let [original, copy, ..] = group {
                 let pair = (number(copy), number(original));
                 first = Some(first.map_or(pair, |first: (u64, u64)| first.min(pair)));
@@ -354,7 +354,7 @@ fn examine(file: &TokenFile, document: &StoredDocument, limit: u64) -> Found {
     Found { outside: (count, first), end, mark }
 }
 
-/// [`TokenType::outside`], by several threads for many ids.
+/// Computes [`TokenType::outside`], with several threads for many ids.
 fn outside(dtype: TokenType, bytes: &[u8], limit: u64) -> (u64, Option<(u64, i64)>) {
     if bytes.len() < 2 * LARGE_BYTES {
         return dtype.outside(bytes, limit);

@@ -1,8 +1,8 @@
-//! A token file divided for evaluation: non-overlapping windows, front to back, without a last
-//! partial one. A window of n tokens has n - 1 targets.
+//! A token file divided for evaluation: non-overlapping windows, front to back, without a last partial window. A window
+//! of n tokens has n - 1 targets.
 //!
-//! A sample of n of them, of N, is spread over the file: number i of the sample is window
-//! floor((2 i + 1) N / (2 n)), the one in the middle of part i of n equal parts.
+//! A sample of n of N windows is spread over the file. Number i of the sample is window floor((2 i + 1) N / (2 n)), the
+//! window in the middle of part i of n equal parts.
 
 use crate::{Error, Result, TokenFile};
 
@@ -11,7 +11,7 @@ use crate::{Error, Result, TokenFile};
 pub struct Windows {
     file: TokenFile,
     length: usize,
-    /// How many of the windows count, spread over the file.
+    /// Number of windows of the sample, spread over the file.
     count: u64,
 }
 
@@ -49,7 +49,7 @@ impl Windows {
         self.file.num_tokens() / self.length as u64
     }
 
-    /// Always false: `new` refuses a file without a window.
+    /// Returns false: `new` rejects a file without a window.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -73,7 +73,7 @@ impl Windows {
         self.file.read(self.start(number), tokens)
     }
 
-    /// Reads whether each token of window `number` is trained on, 1, or not, 0; all are without a mask.
+    /// Reads the mask of window `number`: 1 if the token is trained on, otherwise 0. Without a mask, all are 1.
     ///
     /// # Panics
     /// If `mask` has the wrong length.
@@ -82,7 +82,7 @@ impl Windows {
         self.file.read_mask(self.start(number), mask)
     }
 
-    /// Returns the position of a window's first token; beyond every file if there is no such window.
+    /// Returns the position of a window's first token. If there is no such window, the position is beyond every file.
     fn start(&self, number: u64) -> u64 {
         let window = match number < self.count {
             // Below the number of all windows.
@@ -93,7 +93,7 @@ impl Windows {
     }
 }
 
-/// Returns the place of number `number` of `count` in the middle of its part of `all`; itself if it is one of all.
+/// Returns the middle of part `number` of `count` equal parts of `all`. If `count` is `all`, returns `number`.
 fn middle(number: u64, count: u64, all: u64) -> u64 {
     let place = (2 * u128::from(number) + 1) * u128::from(all) / (2 * u128::from(count));
     // Below `all`, as `number` is below `count`.

@@ -1,4 +1,4 @@
-//! Files of other people, which are not read beyond a limit.
+//! Reads untrusted files up to a limit.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read as _};
@@ -8,8 +8,8 @@ use std::path::Path;
 
 use crate::{FileError, is_file, unusable};
 
-/// Opens a file. A pipe with a name, whose reader would wait until somebody writes, is an error; one of this process, as
-/// a shell makes for `<(command)`, is not.
+/// Opens a file. Fails for a named pipe, since its reader would wait until another process writes. A pipe of this
+/// process, such as a shell creates for `<(command)`, is accepted.
 pub fn open(path: &Path) -> io::Result<File> {
     let is_own = path.starts_with("/dev") || path.starts_with("/proc");
     #[cfg(unix)]
@@ -19,15 +19,15 @@ pub fn open(path: &Path) -> io::Result<File> {
     File::open(path)
 }
 
-/// Returns the bytes of a file, as [`open`] opens it.
+/// Returns the bytes of a file, opened by [`open`].
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open(path)?.read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
-/// Returns the bytes of a file of at most `most`; `kind` names such a file in the message of a larger one, as in "a
-/// recipe".
+/// Returns the bytes of a file of at most `most` bytes. If the file is larger, the message names it by `kind`, such as
+/// "a recipe".
 pub fn read_bounded(path: &Path, most: u64, kind: &str) -> Result<Vec<u8>, FileError> {
     let mut bytes = Vec::new();
     is_file(path)?;
@@ -40,7 +40,7 @@ pub fn read_bounded(path: &Path, most: u64, kind: &str) -> Result<Vec<u8>, FileE
     }
 }
 
-/// As [`read_bounded`]; `None` if there is nothing at `path`, not even a link.
+/// Reads a file as [`read_bounded`] does. Returns `None` if nothing exists at `path`, not even a link.
 pub fn read_bounded_if_any(
     path: &Path,
     most: u64,
@@ -52,7 +52,7 @@ pub fn read_bounded_if_any(
     }
 }
 
-/// Returns the text of a file with these bytes.
+/// Converts the bytes of a file to text.
 pub fn utf8(path: &Path, bytes: Vec<u8>) -> Result<String, FileError> {
     String::from_utf8(bytes).map_err(|error| unusable(path, format!("not text in UTF-8: {error}")))
 }

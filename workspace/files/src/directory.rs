@@ -1,8 +1,8 @@
 //! A directory that appears complete or not at all.
 //!
-//! Its process locks it while it has its temporary name, so that [`PendingDirectory::recover`] of
-//! another process can tell a directory that is being written from the remains of a process that
-//! was killed.
+//! Its process locks the directory while it has its temporary name. So [`PendingDirectory::recover`] of
+//! another process can distinguish a directory that is being written from the remains of a killed
+//! process.
 
 use std::fs::{self, File, TryLockError};
 use std::io;
@@ -10,13 +10,13 @@ use std::path::{Path, PathBuf};
 
 use crate::{TEMPORARY, parent, remove_directory, sync_directory};
 
-/// Ends the temporary name of a directory that holds a replaced one, named [`REPLACED`].
+/// The suffix of the temporary name of a directory that contains a replaced directory, named [`REPLACED`].
 const REPLACED_SUFFIX: &str = ".old";
 const REPLACED: &str = "replaced";
 /// Random letters and digits of a temporary name.
 const RANDOM_CHARACTERS: usize = 6;
 
-/// A directory that gets its name when it is complete.
+/// A directory that gets its final name when it is complete.
 #[derive(Debug)]
 pub struct PendingDirectory {
     place: PathBuf,
@@ -26,15 +26,15 @@ pub struct PendingDirectory {
 }
 
 impl PendingDirectory {
-    /// Starts a directory with the final name `place`, under a unique temporary name.
+    /// Creates a directory with the final name `place`, under a unique temporary name.
     pub fn create(place: &Path) -> io::Result<Self> {
         let (path, lock) = unique(place, "")?;
         Ok(PendingDirectory { place: place.to_path_buf(), path, published: false, _lock: lock })
     }
 
-    /// Removes what killed processes left of directories with the final name `place`. A directory
-    /// that one of them had moved aside to replace it gets its name back. Directories of running
-    /// processes stay, and so do all of them where the file system has no locks.
+    /// Removes directories with the final name `place` that killed processes have left. If a process had
+    /// moved a directory aside to replace it, restores its name. Directories of running
+    /// processes stay. If the file system has no locks, all directories stay.
     pub fn recover(place: &Path) -> io::Result<()> {
         let entries = match fs::read_dir(parent(place)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -43,7 +43,7 @@ impl PendingDirectory {
         for entry in entries {
             let path = entry?.path();
             let Some(suffix) = temporary_suffix(&path, place) else { continue };
-            // Held until the directory is gone.
+            // Held until the directory is removed.
             let Locked::Here(_lock) = lock(&path) else { continue };
             let replaced = path.join(REPLACED);
             if suffix == REPLACED_SUFFIX && replaced.exists() && is_occupied(place) != Some(true) {
@@ -54,9 +54,9 @@ impl PendingDirectory {
         Ok(())
     }
 
-    /// Starts a directory with the final name `place`, under a temporary name that several
-    /// processes know: [`PendingDirectory::shared_path`]. Leftovers of an earlier process are
-    /// removed.
+    /// Creates a directory with the final name `place`, under a temporary name that several
+    /// processes know: [`PendingDirectory::shared_path`]. Removes the leftovers of an earlier
+    /// process.
     pub fn create_shared(place: &Path) -> io::Result<Self> {
         let path = Self::shared_path(place);
         remove_directory(&path)?;
@@ -78,20 +78,20 @@ impl PendingDirectory {
     /// Renames the directory to its final name. Its files must be synced.
     ///
     /// # Errors
-    /// Fails if the name is taken, except by an empty directory, or the directory cannot be
+    /// Fails if the name is in use, except by an empty directory, or if the directory cannot be
     /// renamed.
     pub fn publish(mut self) -> io::Result<()> {
         sync_directories(&self.path)?;
         self.rename()
     }
 
-    /// Renames the directory to its final name, replacing an existing directory, which is restored after a failure.
+    /// Renames the directory to its final name and replaces an existing directory, which is restored after a failure.
     pub fn replace(mut self) -> io::Result<()> {
         if is_occupied(&self.place) != Some(true) {
             return self.publish();
         }
         sync_directories(&self.path)?;
-        // The old directory is renamed aside first, so that a partial directory never has the name.
+        // The old directory is moved aside first, so that a partial directory never has the name.
         let (aside, _lock) = unique(&self.place, REPLACED_SUFFIX)?;
         let old = aside.join(REPLACED);
         let done = fs::rename(&self.place, &old).and_then(|()| self.rename());
@@ -109,7 +109,7 @@ impl PendingDirectory {
     }
 }
 
-/// Syncs the entries of a directory and of those in it.
+/// Syncs the entries of a directory and of its subdirectories.
 fn sync_directories(path: &Path) -> io::Result<()> {
     for entry in fs::read_dir(path)? {
         let entry = entry?;
@@ -129,22 +129,22 @@ impl Drop for PendingDirectory {
     }
 }
 
-/// Returns whether a directory has entries; `None` if it is not a directory.
+/// Returns whether a directory has entries, or `None` if it is not a directory.
 fn is_occupied(path: &Path) -> Option<bool> {
     fs::read_dir(path).ok().map(|mut entries| entries.next().is_some())
 }
 
-/// Renames a directory to a name that is free or that of an empty directory.
+/// Renames a directory to a name that is free or belongs to an empty directory.
 fn rename_over_empty(from: &Path, to: &Path) -> io::Result<()> {
     if is_occupied(to) == Some(false) {
-        // Renaming replaces an empty directory on Unix only.
+        // Renaming replaces an empty directory only on Unix.
         fs::remove_dir(to)?;
     }
     fs::rename(from, to)
 }
 
-/// Creates and locks a directory beside `place` with a unique temporary name. There is no lock
-/// where the file system has none.
+/// Creates and locks a directory next to `place` with a unique temporary name. There is no lock
+/// if the file system has no locks.
 fn unique(place: &Path, suffix: &str) -> io::Result<(PathBuf, Option<File>)> {
     let prefix = temporary_prefix(place);
     let mut builder = tempfile::Builder::new();
@@ -155,7 +155,7 @@ fn unique(place: &Path, suffix: &str) -> io::Result<(PathBuf, Option<File>)> {
         let made = builder.make_in(parent(place), |path| fs::create_dir(path))?;
         let path = made.into_temp_path().keep().map_err(|failed| failed.error)?;
         match lock(&path) {
-            // `recover` of another process may have found it before it was locked.
+            // `recover` of another process may have found the directory before it was locked.
             Locked::Elsewhere => {}
             Locked::Here(_) if !path.is_dir() => {}
             Locked::Here(lock) => return Ok((path, Some(lock))),
@@ -168,7 +168,7 @@ fn temporary_prefix(place: &Path) -> String {
     format!("{TEMPORARY}{}-", place.file_name().unwrap_or_default().to_string_lossy())
 }
 
-/// What follows the random letters in the temporary name of a directory for `place`; `None` for
+/// Returns the part after the random letters in the temporary name of a directory for `place`, or `None` for
 /// other names.
 fn temporary_suffix<'a>(path: &'a Path, place: &Path) -> Option<&'a str> {
     let name = path.file_name()?.to_str()?;
@@ -267,7 +267,7 @@ mod tests {
         assert_eq!(names(&place), ["new"]);
     }
 
-    /// Returns a directory as a killed process leaves it: nothing removes it, and nothing locks it.
+    /// Returns a directory as a killed process leaves it: not removed and not locked.
     fn killed(dir: &Path, name: &str) -> PathBuf {
         let path = dir.join(name);
         fs::create_dir(&path).unwrap();
@@ -304,7 +304,7 @@ mod tests {
         PendingDirectory::recover(&place).unwrap();
         assert_eq!((names(dir.path()), names(&place)), (vec!["out".into()], vec!["half".into()]));
 
-        // The replacement has the name: the replaced one goes.
+        // The replacement has the name, so the replaced directory is removed.
         killed(dir.path(), ".tmp-out-Ab3dE9.old");
         fs::rename(killed(dir.path(), "model"), aside.join(REPLACED)).unwrap();
         write_synced(&place.join("new"), b"").unwrap();

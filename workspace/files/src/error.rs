@@ -24,7 +24,7 @@ pub enum FileError {
     },
 }
 
-/// For `map_err`: adds the path to an I/O error.
+/// Adds the path to an I/O error, for `map_err`.
 pub fn io(path: &Path) -> impl Fn(io::Error) -> FileError + use<> {
     let path = path.to_path_buf();
     move |source| FileError::Io { path: path.clone(), source }
@@ -35,7 +35,7 @@ pub fn unusable(path: &Path, reason: impl Into<String>) -> FileError {
     FileError::Unusable { path: path.to_path_buf(), reason: reason.into() }
 }
 
-/// Returns the value of an operation on `path`; `None` if there is nothing at `path`.
+/// Returns the value of an operation on `path`, or `None` if nothing exists at `path`.
 pub fn unless_missing<T>(path: &Path, result: io::Result<T>) -> Result<Option<T>, FileError> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -46,7 +46,7 @@ pub fn unless_missing<T>(path: &Path, result: io::Result<T>) -> Result<Option<T>
 /// Returns whether there is a file at `path`.
 ///
 /// # Errors
-/// Fails if there is a link to nothing, which whoever copies a directory would leave out.
+/// Fails if there is a broken link, which a copy of the directory would lack.
 pub fn is_file(path: &Path) -> Result<bool, FileError> {
     match (path.metadata(), path.read_link()) {
         (Err(error), Ok(target)) if error.kind() == io::ErrorKind::NotFound => {

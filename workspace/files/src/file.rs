@@ -11,19 +11,19 @@ use crate::{parent, sync_directory};
 
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// A file that gets its name when it is complete.
+/// A file that gets its final name when it is complete.
 #[derive(Debug)]
 pub struct PendingFile {
     path: PathBuf,
     temporary: TempPath,
     writer: BufWriter<File>,
-    /// `None` if the file stays when the program ends.
+    /// `None` if the file is kept when the program ends.
     _registered: Option<Registered>,
 }
 
 impl PendingFile {
-    /// Starts a file with the final name `path`. Temporary files of `path` that a killed process
-    /// has left are removed.
+    /// Creates a file with the final name `path`. Removes temporary files of `path` that a killed process
+    /// has left.
     pub fn create(path: &Path) -> io::Result<Self> {
         let (file, temporary, registered) = temporary::create(path)?;
         let writer = BufWriter::with_capacity(BUFFER_BYTES, file);
@@ -31,12 +31,12 @@ impl PendingFile {
         Ok(PendingFile { path: path.to_path_buf(), temporary, writer, _registered })
     }
 
-    /// Continues a file with the final name `path` that lies at `working` meanwhile, a path on the same file
-    /// system: what it has after `length` bytes is removed. With a `length` of 0 the file is created if it is
-    /// missing. It stays there when it is dropped before it is published, and when the program ends.
+    /// Continues a file with the final name `path` that is at `working` until then, a path on the same file
+    /// system. Removes the bytes after the first `length` bytes. If `length` is 0, creates the file if it is
+    /// missing. The file stays at `working` if it is dropped before it is published, and when the program ends.
     ///
     /// # Errors
-    /// `UnexpectedEof` if the file is shorter; fails if it cannot be opened or shortened.
+    /// Fails with `UnexpectedEof` if the file is shorter. Fails if it cannot be opened or shortened.
     pub fn resume(path: &Path, working: &Path, length: u64) -> io::Result<Self> {
         let mut options = File::options();
         let mut file =
@@ -74,12 +74,12 @@ impl PendingFile {
     /// Renames the file to its final name, which must be free.
     ///
     /// # Errors
-    /// `AlreadyExists` if another file has the name; fails if the file cannot be synced or renamed.
+    /// Fails with `AlreadyExists` if another file has the name. Fails if the file cannot be synced or renamed.
     pub fn publish(mut self) -> io::Result<()> {
         self.sync()?;
         if let Err(failed) = self.temporary.persist_noclobber(&self.path) {
-            // Some file systems can only link the new name and then remove the old one, and a process that was
-            // killed between the two has left both.
+            // Some file systems can only link the new name and then remove the old name. A process that was killed
+            // between the two steps has left both names.
             if !is_same_file(&failed.path, &self.path) {
                 return Err(failed.error);
             }
@@ -96,7 +96,7 @@ fn is_same_file(a: &Path, b: &Path) -> bool {
     matches!((identity(a), identity(b)), (Ok(a), Ok(b)) if a == b)
 }
 
-/// Files are renamed at once here.
+/// Returns false: here files are renamed in a single step.
 #[cfg(not(unix))]
 fn is_same_file(_: &Path, _: &Path) -> bool {
     false
@@ -112,10 +112,10 @@ impl Write for PendingFile {
     }
 }
 
-/// Removes what `file` has after `length` bytes; what is written next comes there.
+/// Removes the bytes of `file` after the first `length` bytes. The next write starts there.
 ///
 /// # Errors
-/// `UnexpectedEof` if it is shorter; fails if it cannot be shortened.
+/// Fails with `UnexpectedEof` if the file is shorter. Fails if it cannot be shortened.
 pub fn shorten(file: &mut File, length: u64) -> io::Result<()> {
     // A longer length would fill the file with zeros.
     if file.metadata()?.len() < length {
@@ -125,7 +125,7 @@ pub fn shorten(file: &mut File, length: u64) -> io::Result<()> {
     file.seek(SeekFrom::Start(length)).map(|_| ())
 }
 
-/// Writes a whole file, replacing an existing one, which is unchanged after a failure.
+/// Writes a whole file and replaces an existing file, which is unchanged after a failure.
 pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = PendingFile::create(path)?;
     file.write_all(bytes)?;

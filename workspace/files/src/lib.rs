@@ -1,8 +1,8 @@
 //! Files and directories that appear complete or not at all, even if the program or the machine
-//! fails. They are written beside the final path under a name that starts with [`TEMPORARY`],
-//! synced to disk, and renamed. Dropping one before that deletes it. A program that a signal ends
-//! can remove its temporary files, and the next writer of a file removes those of a killed process.
-//! [`units`] is apart from these: how all crates write quantities for users.
+//! fails. They are written next to the final path under a name that starts with [`TEMPORARY`],
+//! synced to disk, and renamed. If a file or directory is dropped before that, it is removed. A program that a signal
+//! ends can remove its temporary files. The next writer of a file removes the temporary files of a killed process.
+//! [`units`] is separate: it has the formats in which all crates write quantities for users.
 
 mod bounded;
 mod directory;
@@ -23,9 +23,9 @@ pub use temporary::{Publication, Registered, exit_without_temporaries};
 
 /// Prefix of the names of incomplete and replaced files.
 pub const TEMPORARY: &str = ".tmp-";
-/// The first bytes of what Git LFS keeps in place of a large file.
+/// The first bytes of the pointer with which Git LFS replaces a large file.
 pub const GIT_LFS: &[u8] = b"version https://git-lfs.github.com/";
-/// What to do about a file with these first bytes.
+/// The remedy for a file with these first bytes.
 pub const IS_POINTER: &str = "is a pointer of Git LFS: fetch the file itself, with `git lfs pull`";
 
 /// Returns the parent directory of `path`.
@@ -36,12 +36,12 @@ pub fn parent(path: &Path) -> &Path {
     }
 }
 
-/// Creates the directory of a file or directory `path`, and those above it, where they are missing.
+/// Creates the missing parent directories of a file or directory `path`.
 pub fn create_parents(path: &Path) -> std::io::Result<()> {
     fs::create_dir_all(parent(path))
 }
 
-/// Creates a directory in one that exists, unless it is there.
+/// Creates a directory in an existing directory, unless it exists already.
 pub fn create_directory(path: &Path) -> std::io::Result<()> {
     match fs::create_dir(path) {
         Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(error),
@@ -49,7 +49,7 @@ pub fn create_directory(path: &Path) -> std::io::Result<()> {
     }
 }
 
-/// What is wrong with a file whose bytes are no JSON, and what to do about what Python writes into it.
+/// Describes a file with bytes that are not JSON, with a remedy for values that only Python writes.
 pub fn json_fault(error: &dyn std::fmt::Display, bytes: &[u8]) -> String {
     let has = |word: &[u8]| bytes.windows(word.len()).any(|part| part == word);
     match has(b"NaN") || has(b"Infinity") {
@@ -60,7 +60,7 @@ pub fn json_fault(error: &dyn std::fmt::Display, bytes: &[u8]) -> String {
     }
 }
 
-/// Syncs the entries of a directory, new ones and renamed ones, to disk; a no-op except on Unix.
+/// Syncs new and renamed entries of a directory to disk. Does nothing except on Unix.
 pub fn sync_directory(path: &Path) -> std::io::Result<()> {
     match cfg!(unix) {
         true => File::open(path)?.sync_all(),
@@ -68,14 +68,14 @@ pub fn sync_directory(path: &Path) -> std::io::Result<()> {
     }
 }
 
-/// Writes and syncs a new file: for files of a [`PendingDirectory`], which need no temporary name.
+/// Writes and syncs a new file, for files of a [`PendingDirectory`], which need no temporary name.
 pub fn write_synced(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let mut file = File::create_new(path)?;
     file.write_all(bytes)?;
     file.sync_all()
 }
 
-/// Removes a directory and its contents; a missing directory is not an error.
+/// Removes a directory and its contents. A missing directory is not an error.
 pub fn remove_directory(path: &Path) -> std::io::Result<()> {
     match fs::remove_dir_all(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
@@ -83,7 +83,7 @@ pub fn remove_directory(path: &Path) -> std::io::Result<()> {
     }
 }
 
-/// Returns the first of the names with the suffixes "", "-2", "-3", ... that does not exist.
+/// Returns the first name with the suffix "", "-2", "-3", ... that does not exist.
 pub fn first_free_suffixed(name: impl Fn(&str) -> PathBuf) -> PathBuf {
     first_free(|n| match n {
         1 => name(""),
@@ -91,7 +91,7 @@ pub fn first_free_suffixed(name: impl Fn(&str) -> PathBuf) -> PathBuf {
     })
 }
 
-/// Returns the first of the names for 1, 2, ... that does not exist.
+/// Returns the first name for 1, 2, ... that does not exist.
 pub fn first_free(name: impl Fn(u64) -> PathBuf) -> PathBuf {
     let mut number = 1;
     loop {

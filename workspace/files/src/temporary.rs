@@ -1,6 +1,6 @@
-//! The temporary files of this process: which exist, so that a program can remove them when a
-//! signal ends it, and which are left by a process that was killed. A process keeps its temporary
-//! files locked, so a file that can be locked is used by nobody.
+//! The temporary files of this process, which a program can remove when a signal ends it, and the temporary files
+//! that a killed process has left. A process keeps its temporary files locked, so no process uses a file that can be
+//! locked.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -14,47 +14,47 @@ use crate::{TEMPORARY, parent};
 
 /// Random characters at the end of a temporary name.
 const RANDOM_CHARACTERS: usize = 6;
-/// Maximum bytes of a final name in a temporary one: file systems allow about 255 in all.
+/// Maximum bytes of a final name in a temporary name. File systems allow about 255 bytes in total.
 const MAX_NAME_BYTES: usize = 200;
 
 static PATHS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
-/// Held for reading while files get their names together.
+/// Locked for reading while several files get their names together.
 static PUBLICATION: RwLock<()> = RwLock::new(());
 
-/// Ends the process with `code` after its [`PendingFile`](crate::PendingFile)s are removed. Waits
+/// Ends the process with `code` after removing its [`PendingFile`](crate::PendingFile)s. Waits
 /// for a [`Publication`].
 pub fn exit_without_temporaries(code: i32) -> ! {
-    // Both stay locked: other threads run until the exit, and must neither create nor publish.
+    // Both stay locked: other threads run until the exit, and must neither create nor publish files.
     let _publication = PUBLICATION.write().unwrap_or_else(PoisonError::into_inner);
     let paths = paths();
     for path in paths.iter() {
-        // What cannot be removed now is removed by the next run.
+        // If a file cannot be removed now, the next run removes it.
         let _ = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
     }
     std::process::exit(code)
 }
 
-/// Delays [`exit_without_temporaries`] while it exists: between the names of files that belong
-/// together.
+/// Delays [`exit_without_temporaries`] while it exists: some files of a group may have their names and others
+/// not yet.
 #[derive(Debug)]
 pub struct Publication {
     _lock: RwLockReadGuard<'static, ()>,
 }
 
 impl Publication {
-    /// Starts the publication of several files. A thread must not start a second one before the
+    /// Starts the publication of several files. A thread must not start a second publication before the
     /// first has ended.
     pub fn start() -> Self {
         Self { _lock: PUBLICATION.read().unwrap_or_else(PoisonError::into_inner) }
     }
 }
 
-/// The registration of a temporary file or directory; dropping it ends it.
+/// The registration of a temporary file or directory. Dropping it removes the registration.
 #[derive(Debug)]
 pub struct Registered(PathBuf);
 
 impl Registered {
-    /// Lets [`exit_without_temporaries`] remove a directory and what is in it.
+    /// Lets [`exit_without_temporaries`] remove a directory and its contents.
     pub fn directory(path: &Path) -> Self {
         paths().push(path.to_path_buf());
         Self(path.to_path_buf())
@@ -67,10 +67,10 @@ impl Drop for Registered {
     }
 }
 
-/// Creates a locked and registered temporary file beside `path`, after removing those of `path`
+/// Creates a locked and registered temporary file next to `path`. Removes temporary files of `path`
 /// that a killed process has left.
 ///
-/// Errors of the file are the system's own: those of `tempfile` would name the temporary file, which
+/// Errors are the system's own. Errors of `tempfile` would name the temporary file, which
 /// users do not know.
 pub(crate) fn create(path: &Path) -> io::Result<(File, TempPath, Registered)> {
     let (directory, prefix) = (parent(path), prefix(path));
@@ -84,9 +84,9 @@ pub(crate) fn create(path: &Path) -> io::Result<(File, TempPath, Registered)> {
         paths.push(path.to_path_buf());
         drop(paths);
         let registered = Registered(path.to_path_buf());
-        // Some network file systems have no locks; there, nothing is removed as left over.
+        // Some network file systems have no locks. On them, no file is removed as left over.
         let _ = file.lock();
-        // Another process may have taken the file for a leftover before it was locked.
+        // Another process may have removed the file as left over before it was locked.
         if path.exists() {
             return Ok((file, path, registered));
         }
@@ -110,8 +110,8 @@ fn prefix(path: &Path) -> OsString {
     prefix
 }
 
-/// Removes the temporary files with this prefix that no process uses. Errors are ignored: leftovers
-/// take only space.
+/// Removes the temporary files with this prefix that no process uses. Ignores errors: leftovers
+/// only use space.
 fn remove_leftovers(directory: &Path, prefix: &OsStr) {
     let Ok(entries) = fs::read_dir(directory) else { return };
     for entry in entries.flatten() {
@@ -124,7 +124,7 @@ fn remove_leftovers(directory: &Path, prefix: &OsStr) {
         if !is_file || !rest.is_some_and(is_random) {
             continue;
         }
-        // Network file systems lock for writing only a file that is open for writing.
+        // On network file systems, only a file that is open for writing can be locked for writing.
         let Ok(file) = File::options().write(true).open(entry.path()) else { continue };
         if file.try_lock().is_ok() {
             let _ = fs::remove_file(entry.path());

@@ -1,11 +1,11 @@
-//! Writes quantities for users: numbers with nouns, grouped thousands, and units that keep numbers short.
+//! Formats quantities for users: numbers with nouns, grouped thousands, and units that keep numbers short.
 
-/// Returns a number and its noun: `1 token`, `2 tokens`.
+/// Formats a number and its noun: `1 token`, `2 tokens`.
 pub fn counted(number: u64, noun: &str) -> String {
     format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
-/// Returns a number with commas between thousands.
+/// Formats a number with commas between thousands.
 pub fn group_digits(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
@@ -18,7 +18,7 @@ pub fn group_digits(number: u64) -> String {
     text
 }
 
-/// Returns a value in the largest of `units` (each `base` times the previous one) that it reaches.
+/// Formats a value in the largest of `units` that it reaches. Each unit is `base` times the previous unit.
 fn scaled(mut value: f64, base: f64, units: &[&str]) -> String {
     let mut index = 0;
     while value >= base && index + 1 < units.len() {
@@ -32,28 +32,28 @@ fn scaled(mut value: f64, base: f64, units: &[&str]) -> String {
     }
 }
 
-/// Returns a number of bytes.
+/// Formats a number of bytes.
 pub fn bytes(count: u64) -> String {
     scaled(count as f64, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"])
 }
 
-/// Returns the bytes of traffic, in the powers of ten of network links.
+/// Formats the bytes of traffic, in the powers of ten of network links.
 pub fn traffic(count: f64) -> String {
     scaled(count, 1000.0, &["B", "kB", "MB", "GB", "TB", "PB", "EB"])
 }
 
-/// Floating-point operations.
+/// Formats a number of floating-point operations.
 pub fn flops(count: f64) -> String {
     let units = ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP", "YFLOP"];
     scaled(count, 1000.0, &units)
 }
 
-/// Returns a share in percent.
+/// Formats a share in percent.
 pub fn percent(share: f64) -> String {
     format!("{:.1}%", 100.0 * share)
 }
 
-/// Returns a long time.
+/// Formats a long time.
 pub fn duration(seconds: f64) -> String {
     let (minute, hour, day) = (60.0, 3600.0, 86_400.0);
     match seconds {
@@ -64,7 +64,7 @@ pub fn duration(seconds: f64) -> String {
     }
 }
 
-/// Returns a time within a step, which may be much shorter than a second.
+/// Formats a time within a step, which may be much shorter than a second.
 pub fn moment(seconds: f64) -> String {
     match seconds {
         s if s >= 10.0 => format!("{s:.1} s"),

@@ -1,8 +1,8 @@
-//! `config.json`, read and written.
+//! Reads and writes `config.json`.
 //!
-//! Every field is kept in its order, so that a converted model differs from its source only in what
-//! conversion changes. What transformers would compute differently from this program (biases, sliding windows, other
-//! activations, quantised weights) is refused, by one list of keys.
+//! Every field is kept in its order, so that a converted model differs from its source only in the fields
+//! that conversion changes. Fields with which transformers would compute other outputs than this program (biases,
+//! sliding windows, other activations, quantised weights) are rejected, by one list of keys.
 
 pub(crate) mod architecture;
 pub(crate) mod fields;
@@ -26,7 +26,7 @@ pub const CONFIG_FILE: &str = "config.json";
 const MOH_KEYS: [&str; 4] =
     ["moh_router", "moh_shared_heads", "moh_shared_head_ids", "moh_routed_top_k"];
 
-/// Whether the output projections were refitted to the heads that tokens compute.
+/// The key that says whether the output projections were refitted to the heads that tokens compute.
 pub const OUTPUT_REFITTED: &str = "moh_output_refitted";
 
 /// A larger `config.json` is not a configuration.
@@ -35,14 +35,14 @@ pub(crate) const MAX_FILE_BYTES: u64 = 16 << 20;
 /// A `config.json`: the typed configuration and all fields as they were read.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ConfigFile {
-    /// What this program uses of it.
+    /// The fields that this program uses.
     pub config: ModelConfig,
     /// Every field, in the order of the file.
     pub fields: Map<String, Value>,
 }
 
 impl ConfigFile {
-    /// Reads `config.json`; `path` is the file or the model directory that holds it.
+    /// Reads `config.json`. `path` is the file or the model directory that contains it.
     pub fn read(path: &Path) -> Result<Self, Error> {
         let file = path.join(CONFIG_FILE);
         if path.is_dir() && !file.exists() && !file.is_symlink() {
@@ -54,14 +54,14 @@ impl ConfigFile {
         Self::from_value(Value::Object(read_object(path)?), path)
     }
 
-    /// Returns the configuration in a JSON object; `path` is what messages call it.
+    /// Returns the configuration in a JSON object. Messages name it `path`.
     pub fn from_value(value: Value, path: &Path) -> Result<Self, Error> {
         let fields = object(value, path)?;
         let config = parse::read_config(&Fields { map: &fields, path, prefix: "" })?;
         Ok(ConfigFile { config, fields })
     }
 
-    /// Returns the file of a model that has none yet: the fields that transformers writes for its
+    /// Creates the file of a new model, with the fields that transformers writes for its
     /// architecture.
     pub fn new(config: &ModelConfig) -> Self {
         let kind = Kind { is_moh: false, ..Kind::new(config) };
@@ -78,10 +78,10 @@ impl ConfigFile {
         file
     }
 
-    /// Returns the fields with those of `config` that conversion and training change: the vocabulary, the
-    /// architecture and the MoH fields; with `dtype` also the element type of the weights.
+    /// Returns the fields, updated from `config` where conversion and training change them: the vocabulary, the
+    /// architecture and the MoH fields, and with `dtype` also the element type of the weights.
     ///
-    /// A dense `config` becomes a plain model of its architecture again. `config` must otherwise be
+    /// A dense `config` becomes a plain model of its architecture again. Otherwise `config` must be
     /// the model that the fields describe.
     pub fn to_json(&self, config: &ModelConfig, dtype: Option<DType>) -> Map<String, Value> {
         let mut fields = self.fields.clone();
@@ -112,7 +112,7 @@ impl ConfigFile {
             Some(auto_map) => {
                 fields.insert("auto_map".to_string(), auto_map);
             }
-            // Code that is not copied, or would load the wrong model.
+            // Its code would not be copied, or would load another model.
             None => {
                 fields.shift_remove("auto_map");
             }
@@ -146,7 +146,7 @@ fn object(value: Value, path: &Path) -> Result<Map<String, Value>, Error> {
     }
 }
 
-/// Returns the fields that transformers writes for a dense model, but for those that name its kind.
+/// Returns the fields that transformers writes for a dense model, except the fields that name its kind.
 fn new_fields(config: &ModelConfig) -> Vec<(&'static str, Value)> {
     let eos_token_id = match config.eos_token_ids.as_slice() {
         [] => Value::Null,

@@ -1,4 +1,4 @@
-//! Where a model directory may be written: nothing but an earlier model directory is ever replaced.
+//! Checks where a model directory may be written: only an earlier model directory is ever replaced.
 //!
 //! A model directory is recognised by its files: its `config.json` describes a model that this
 //! program reads, it has weight files, and every other entry has a name that
@@ -18,14 +18,14 @@ use crate::{Error, transformers_code};
 
 /// Directories in which version control keeps a repository.
 const REPOSITORIES: [&str; 4] = [".git", ".hg", ".jj", ".svn"];
-/// Maximum number of foreign files that a message names.
+/// Maximum number of foreign files in a message.
 const MAX_NAMED_FILES: usize = 3;
 
 /// Checks, before any work, that [`write_model`](crate::write_model) accepts the destination.
 ///
 /// # Errors
-/// Fails if `out` is a file, or holds the current directory; if it is not empty, without `force`;
-/// and with `force`, if it is not a model directory, or holds other files or a repository.
+/// Fails if `out` is a file, or contains the current directory. Without `force`, fails if `out` is not empty.
+/// With `force`, fails if `out` is not a model directory, or contains other files or a repository.
 pub fn check_destination(out: &Path, force: bool) -> Result<(), Error> {
     let Some(entries) = list(out)? else { return Ok(()) };
     if let (Ok(current), Ok(out)) = (std::env::current_dir(), out.canonicalize())
@@ -51,8 +51,8 @@ struct Entry {
     is_file: bool,
 }
 
-/// Returns the entries of a directory, sorted, with those of the folder of named chat templates; `None` if it does not
-/// exist.
+/// Returns the entries of a directory, sorted, including the entries of the folder of named chat templates. Returns
+/// `None` if the directory does not exist.
 fn list(out: &Path) -> Result<Option<Vec<Entry>>, Error> {
     let entries = match fs::read_dir(out) {
         Ok(entries) => entries,
@@ -108,7 +108,7 @@ fn check_replaceable(out: &Path, entries: &[Entry]) -> Result<(), Error> {
     Err(Error::file(out, reason))
 }
 
-/// Returns whether any model directory of this program may have a file of that name.
+/// Returns whether a model directory of this program may have a file of this name.
 fn is_written(name: &str) -> bool {
     [CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, GENERATION_FILE, CARD_FILE].contains(&name)
         || is_tokenizer_file(name)
@@ -122,7 +122,7 @@ pub(crate) fn shard_name(number: usize, count: usize) -> String {
     format!("model-{number:05}-of-{count:05}.safetensors")
 }
 
-/// Returns whether [`shard_name`] gives this name for some numbers.
+/// Returns whether [`shard_name`] returns this name for some numbers.
 fn is_shard_name(text: &str) -> bool {
     let numbers = text
         .strip_prefix("model-")
@@ -140,7 +140,7 @@ mod tests {
     use super::*;
     use crate::config_file::tests::small_llama;
 
-    /// Returns a directory with these files; `config.json` is a Llama's.
+    /// Returns a directory with these files. `config.json` is a Llama's.
     fn directory(files: &[&str]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         let config = serde_json::json!(small_llama(false).fields);
@@ -153,7 +153,7 @@ mod tests {
         dir
     }
 
-    /// Returns the refusal of a directory with these files, of which none is lost.
+    /// Returns the error of a directory that `force` may not replace. Checks that no file is lost.
     fn refused(dir: &Path) -> String {
         let before = list(dir).unwrap().unwrap().len();
         let message = check_destination(dir, true).unwrap_err().to_string();

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-/// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
+/// An error of this crate. Its message is one sentence: the problem, the place, and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file could not be read or written, or cannot be used.
@@ -17,7 +17,7 @@ pub enum Error {
     /// The hub did not provide the model or the dataset.
     #[error("{id}: {reason}")]
     Hub {
-        /// Its hub id.
+        /// The hub id of the model or dataset.
         id: String,
         /// The cause and the remedy.
         reason: String,
@@ -25,7 +25,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// For `map_err`: adds the path to an I/O error.
+    /// Adds the path to an I/O error, for `map_err`.
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + '_ {
         move |source| moh_files::io(path)(source).into()
     }

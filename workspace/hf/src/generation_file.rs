@@ -8,9 +8,9 @@ use crate::Error;
 use crate::config_file::{fields::Fields, read_object};
 use crate::model_directory::GENERATION_FILE;
 
-/// Returns the tokens after which generation ends, of the model in `directory`: `eos_token_id` of
-/// `generation_config.json`, or, as in transformers, of `config.json` where that file or its field
-/// is missing.
+/// Returns the tokens that end generation by the model in `directory`: `eos_token_id` of
+/// `generation_config.json`. As in transformers, `config.json` is used if that file or its field is
+/// missing.
 pub fn end_tokens(directory: &Path, config: &ModelConfig) -> Result<Vec<u32>, Error> {
     let path = directory.join(GENERATION_FILE);
     if !moh_files::is_file(&path)? {

@@ -1,5 +1,5 @@
-//! Models in the cache of Hugging Face's programs, as they are there: a folder for each repository, with snapshots of
-//! its commits, and a file with the commit of each branch and tag. Module `hub` downloads to the same cache.
+//! Models in the cache of Hugging Face's programs: a folder for each repository, with snapshots of its commits, and a
+//! file with the commit of each branch and tag. Module `hub` downloads to the same cache.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use crate::config_file::CONFIG_FILE;
 use crate::{Error, WeightFiles, is_hub_id};
 
-/// The revision of a repository if none is named.
+/// The revision of a repository if no revision is named.
 pub const DEFAULT_REVISION: &str = "main";
 /// The folder of a repository's commits.
 pub const SNAPSHOTS: &str = "snapshots";
@@ -29,13 +29,13 @@ pub fn home() -> PathBuf {
     })
 }
 
-/// Returns the path that an environment variable holds.
+/// Returns the path in an environment variable.
 pub fn path(name: &str) -> Option<PathBuf> {
     std::env::var(name).ok().map(PathBuf::from)
 }
 
-/// Returns the directory that `from` names, a model that has no revisions; `None` if `from` is the id of a repository
-/// instead.
+/// Returns the directory that `from` names, or `None` if `from` is the id of a repository. A directory has no
+/// revisions.
 pub fn directory(from: &str, revision: Option<&str>) -> Result<Option<PathBuf>, Error> {
     let path = Path::new(from);
     match (fs::metadata(path), revision) {
@@ -56,13 +56,13 @@ pub fn directory(from: &str, revision: Option<&str>) -> Result<Option<PathBuf>, 
     }
 }
 
-/// Returns the model of a repository in the cache at a branch, a tag or a commit, if all of its files are there. A
-/// branch is what it was when it was downloaded last.
+/// Returns the model of a repository in the cache at a branch, a tag or a commit, if all of its files exist. A
+/// branch has its commit of the last download.
 pub fn find_model(cache: &Path, id: &str, revision: &str) -> Option<PathBuf> {
     find_config(cache, id, revision).filter(|snapshot| WeightFiles::open(snapshot).is_ok())
 }
 
-/// As [`find_model`], of a model of which the configuration is enough.
+/// Returns a model in the cache as [`find_model`] does, if its configuration exists.
 pub fn find_config(cache: &Path, id: &str, revision: &str) -> Option<PathBuf> {
     if !is_hub_id(id) || !is_contained(revision) {
         return None;
@@ -74,28 +74,28 @@ pub fn find_config(cache: &Path, id: &str, revision: &str) -> Option<PathBuf> {
     (is_content_address(&commit) && is_there()).then_some(snapshot)
 }
 
-/// Returns the commit of a model that [`find_model`] has found; `None` for other directories.
+/// Returns the commit of a model that [`find_model`] has found, or `None` for other directories.
 pub fn commit_of(snapshot: &Path) -> Option<&str> {
     let parent = snapshot.parent()?.file_name()?;
     let commit = snapshot.file_name()?.to_str()?;
     (parent == SNAPSHOTS && is_content_address(commit)).then_some(commit)
 }
 
-/// Returns the commit that a branch, a tag or a commit had when it was downloaded last, as the folder of its repository
-/// records it; it is not checked.
+/// Returns the commit of a branch, a tag or a commit at its last download, as the folder of its repository records it.
+/// The commit is not checked.
 pub fn recorded_commit(repository: &Path, revision: &str) -> String {
     let recorded = fs::read_to_string(repository.join("refs").join(revision));
     recorded.map_or_else(|_| revision.to_owned(), |text| text.trim().to_owned())
 }
 
-/// Returns whether an untrusted name stays within the directory that it is joined to.
+/// Returns whether an untrusted name stays within any directory to which it is joined.
 pub fn is_contained(name: &str) -> bool {
     !name.is_empty()
         && name.split('/').all(|part| !part.is_empty() && part != "." && part != "..")
         && !name.contains(['\\', ':', '\0'])
 }
 
-/// Returns whether a text can name a commit or a blob.
+/// Returns whether a text may be the name of a commit or a blob.
 pub fn is_content_address(text: &str) -> bool {
     !text.is_empty() && text.len() <= 128 && text.chars().all(|c| c.is_ascii_alphanumeric())
 }

@@ -1,7 +1,8 @@
-//! Hugging Face's formats: configuration files, weight files, model directories; models on the hub, and in its cache.
+//! Hugging Face's formats: configuration files, weight files and model directories. Models on the hub, and in its
+//! cache.
 //!
-//! [`StoredModel`] opens a directory, whose files it checks and maps, and loads the model to a
-//! device. This writes a random Mixture-of-Head model, and loads it:
+//! [`StoredModel`] opens a directory, checks and maps its files, and loads the model to a
+//! device. This example writes a random Mixture-of-Head model and loads it:
 //!
 //! ```
 //! use std::path::Path;

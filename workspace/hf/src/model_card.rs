@@ -1,7 +1,7 @@
-//! The model card of a Mixture-of-Head model, or of a dense one that is another model than its base: its `README.md`, whose
-//! front matter Hugging Face's hub reads.
+//! The model card, which is the `README.md` of a Mixture-of-Head model, or of a dense model that differs from its base.
+//! Hugging Face's hub reads its front matter.
 //!
-//! Anyone can have made the source that a card names: its files are bounded, and only plain values reach a card.
+//! The source of a card is untrusted: its files are bounded, and only plain values are copied to a card.
 
 use std::path::{Path, PathBuf};
 
@@ -16,11 +16,11 @@ use crate::config_file::architecture;
 /// Name of the card in a model directory.
 pub const CARD_FILE: &str = "README.md";
 
-/// A longer README or licence is not read.
+/// A longer README or licence is ignored.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// Longest value of the front matter, and longest name.
+/// Maximum length of a value of the front matter, and of a name.
 const MAX_VALUE_CHARS: usize = 200;
-/// Beginnings of the names of files with a licence's terms.
+/// Prefixes of the names of files with a licence's terms.
 const TERMS: [&str; 5] = ["LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY"];
 /// The key of the front matter with the id of the licence.
 const LICENCE: &str = "license";
@@ -29,28 +29,28 @@ const LICENCE_KEYS: [&str; 3] = [LICENCE, "license_name", "license_link"];
 /// The id of a licence that the hub does not list.
 const OTHER_LICENCE: &str = "other";
 
-/// What a card says of a model beside its configuration.
+/// The content of a card in addition to the model's configuration.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ModelCard {
-    /// The name of the model that it was made from; `None` if it began with random weights.
+    /// The name of the source model. `None` if training started with random weights.
     pub source: Option<String>,
-    /// Ids on the hub of the base models; none if the source is in a local directory and names none.
+    /// Ids on the hub of the base models. Empty if the source is in a local directory and names no base model.
     pub base_models: Vec<String>,
-    /// `license`, `license_name` and `license_link` of the front matter, as far as they are there.
+    /// The keys `license`, `license_name` and `license_link` of the front matter that exist.
     pub licence: Vec<(&'static str, String)>,
-    /// Files with the licence's terms, which a copy of the model comes with.
+    /// Files with the licence's terms, which copies of the model must include.
     pub terms: Vec<PathBuf>,
     /// How the model was made, in paragraphs of Markdown.
     pub made: Vec<String>,
 }
 
 impl ModelCard {
-    /// Begins the card of a model that is made from the one in the directory `source`. `files` is the directory with
-    /// the source's README and licence. A model in the hub's cache is the base model; of any other one, the front matter
-    /// says what the base model is.
+    /// Creates the card of a model that is made from the model in the directory `source`. `files` is the directory with
+    /// the source's README and licence. A model in the hub's cache is itself the base model. For any other source, the
+    /// front matter names the base model.
     pub fn of_source(source: &Path, files: &Path) -> Result<Self, Error> {
         let readme = files.join(CARD_FILE);
-        // A README that cannot be read says nothing.
+        // A README that cannot be read is ignored.
         let readme = match moh_files::is_file(&readme)? {
             true => read_bounded(&readme, MAX_FILE_BYTES, "a README").unwrap_or_default(),
             false => Vec::new(),
@@ -79,14 +79,14 @@ impl ModelCard {
         })
     }
 
-    /// Replaces what the source says of its licence by the id of one, as the hub lists them. The id `other`
-    /// keeps `license_name` and `license_link`, which name a licence that the hub does not list.
+    /// Replaces the source's licence by the licence with this id on the hub. The id `other` keeps `license_name` and
+    /// `license_link`, which name a licence that the hub does not list.
     pub fn set_license(&mut self, id: &str) {
         self.licence.retain(|(key, _)| id == OTHER_LICENCE && *key != LICENCE);
         self.licence.insert(0, (LICENCE, id.to_owned()));
     }
 
-    /// Returns a README from which [`ModelCard::of_source`] begins this card again, without the source's files.
+    /// Returns a README from which [`ModelCard::of_source`] creates this card again, without the source's files.
     pub fn kept_readme(&self) -> String {
         self.front_matter(&[])
     }
@@ -139,7 +139,7 @@ impl ModelCard {
         )
     }
 
-    /// Returns the front matter, with more lines at its end.
+    /// Returns the front matter, with the lines `more` at its end.
     fn front_matter(&self, more: &[&str]) -> String {
         let mut lines = vec!["---".to_owned()];
         match &self.base_models[..] {
@@ -155,7 +155,7 @@ impl ModelCard {
         lines.join("\n") + "\n"
     }
 
-    /// Says what the model was made from.
+    /// Describes the source of the model.
     fn origin(&self) -> String {
         let links: Vec<String> = (self.base_models.iter())
             .map(|id| format!("[{id}](https://huggingface.co/{id})"))
@@ -190,7 +190,7 @@ impl ModelCard {
     }
 }
 
-/// What tokens compute beside the shared heads, the end of a sentence.
+/// Describes the heads that tokens compute in addition to the shared heads, as the end of a sentence.
 fn selection(router: RouterKind) -> &'static str {
     match router {
         RouterKind::QueryNorm => {
@@ -207,7 +207,7 @@ fn selection(router: RouterKind) -> &'static str {
     }
 }
 
-/// Returns a table of the heads: a row for neighbouring layers with the same counts.
+/// Returns a table of the heads. Neighbouring layers with equal counts share a row.
 fn heads(config: &ModelConfig) -> String {
     let mut text = "| layers | heads | shared | selected by each token | active |\n\
                     |---|---|---|---|---|\n"
@@ -235,7 +235,7 @@ fn heads(config: &ModelConfig) -> String {
     text
 }
 
-/// Returns a number of shared heads, with the heads themselves if they are not the first ones.
+/// Returns a number of shared heads, and the heads themselves if they are not the first heads.
 fn shared(heads: SharedHeads) -> String {
     match heads.leading() == heads.len() {
         true => heads.len().to_string(),
@@ -246,7 +246,7 @@ fn shared(heads: SharedHeads) -> String {
     }
 }
 
-/// How transformers loads the model: the versions that do, and the arguments after the directory.
+/// Describes loading with transformers: its versions, and the arguments after the directory.
 fn with_transformers(versions: &str, arguments: &str) -> String {
     format!(
         "\nWith transformers{versions}, from this directory or its id on the hub:\n\n\
@@ -258,7 +258,7 @@ fn with_transformers(versions: &str, arguments: &str) -> String {
     )
 }
 
-/// How other programs load a model with code.
+/// Describes loading a model with code by other programs.
 fn with_code(architecture: &str) -> String {
     format!(
         "\n`trust_remote_code` runs the Python files of this directory. To fine-tune with the balance loss, set\n\
@@ -275,8 +275,8 @@ fn with_code(architecture: &str) -> String {
     )
 }
 
-/// Returns the values of a key of a README's front matter: one after the key, bare or in quotes, or one on each line `-
-/// value` below it. None if one is not plain.
+/// Returns the values of a key of a README's front matter: a bare or quoted value after the key, or a value on each
+/// line `- value` below it. Returns no values if one of them is not plain.
 fn values(readme: &str, key: &str) -> Vec<String> {
     let value = |text: &str| {
         let text = text.split(" #").next().unwrap_or_default().trim();
@@ -297,20 +297,20 @@ fn values(readme: &str, key: &str) -> Vec<String> {
     if found.iter().all(|value| is_plain(value)) { found } else { Vec::new() }
 }
 
-/// Returns the id on the hub of the model in a directory of the hub's cache.
+/// Returns the hub id of a model in a directory of the hub's cache.
 fn cached_id(path: &Path) -> Option<String> {
     let mut parts = path.components().filter_map(|part| part.as_os_str().to_str());
     let id = parts.find_map(|part| part.strip_prefix("models--"))?.replacen("--", "/", 1);
     is_base_model(&id).then_some(id)
 }
 
-/// Returns a model's name in its id on the hub.
+/// Returns the name of a model within its hub id.
 fn short(id: &str) -> &str {
     id.rsplit('/').next().unwrap_or(id)
 }
 
-/// Returns whether a file of that name has a licence's terms: `LICENSE`, `LICENSE.txt`, `NOTICE`,
-/// `USE_POLICY.md` and the like.
+/// Returns whether a file of this name has a licence's terms: `LICENSE`, `LICENSE.txt`, `NOTICE`,
+/// `USE_POLICY.md` and similar names.
 pub fn is_terms_file(name: &str) -> bool {
     let extension = Path::new(name).extension().and_then(|extension| extension.to_str());
     TERMS.iter().any(|start| name.starts_with(start))
@@ -332,7 +332,7 @@ fn terms_of(directory: &Path) -> Result<Vec<PathBuf>, Error> {
     Ok(files)
 }
 
-/// Returns whether `name` is an id on the hub, if it is no directory: `name` or `organisation/name`.
+/// Returns whether `name` has the form of a hub id, `name` or `organisation/name`. It may also be a directory.
 pub fn is_hub_id(name: &str) -> bool {
     let is_part = |part: &str| {
         !part.is_empty()
@@ -344,12 +344,12 @@ pub fn is_hub_id(name: &str) -> bool {
     name.split('/').count() <= 2 && name.split('/').all(is_part)
 }
 
-/// Returns whether `id` can be the id of a base model in a card.
+/// Returns whether `id` may be the id of a base model in a card.
 pub fn is_base_model(id: &str) -> bool {
     is_hub_id(id) && is_plain(id)
 }
 
-/// Returns whether `id` can be the id of a licence in a card, such as `apache-2.0` or `llama3`.
+/// Returns whether `id` may be the id of a licence in a card, such as `apache-2.0` or `llama3`.
 pub fn is_license_id(id: &str) -> bool {
     is_plain(id) && !id.contains(['/', ':'])
 }
@@ -362,7 +362,7 @@ fn is_plain(value: &str) -> bool {
         && !value.ends_with(':')
 }
 
-/// Returns a name with `_` in place of the characters that [`is_plain`] refuses.
+/// Returns a name with `_` in place of the characters that [`is_plain`] rejects.
 fn plain(name: &str) -> String {
     let safe = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
     let name: String = name.chars().take(MAX_VALUE_CHARS).map(safe).collect();

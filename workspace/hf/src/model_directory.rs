@@ -1,9 +1,9 @@
 //! Writes a model directory in Hugging Face layout.
 //!
-//! The tensors are streamed: the caller provides each one's bytes in pieces, which are hashed while
-//! they are written. All files are synced. The directory is created beside its destination under a
-//! name that starts with `.tmp-`, so that a directory with the final name is always complete; on an
-//! error everything written is removed.
+//! The tensors are streamed: the caller provides each tensor's bytes in pieces, which are hashed while
+//! they are written. All files are synced. The directory is created next to its destination under a
+//! name that starts with `.tmp-`, so that a directory with the final name is always complete. On an
+//! error, all written files are removed.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -22,12 +22,12 @@ use crate::model_card::CARD_FILE;
 use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE, WeightFiles, safetensors_header};
 use crate::{Error, transformers_code};
 
-/// The largest shard that transformers writes by default: 5 GB.
+/// The default maximum bytes of a shard in transformers: 5 GB.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
-/// The file that holds a tokenizer.
+/// The file of a tokenizer.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
-/// Files of a tokenizer; files that start with `chat_template` and those in [`TEMPLATES_FOLDER`] also belong to it.
+/// Files of a tokenizer. Files that start with `chat_template` and files in [`TEMPLATES_FOLDER`] also belong to it.
 pub const TOKENIZER_FILES: [&str; 7] = [
     TOKENIZER_FILE,
     "tokenizer.model",
@@ -45,7 +45,7 @@ pub const GENERATION_FILE: &str = "generation_config.json";
 /// A tensor to write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
-    /// Its name in the files.
+    /// The tensor's name in the files.
     pub name: String,
     /// Dimensions, slowest first.
     pub shape: Vec<usize>,
@@ -68,11 +68,11 @@ pub struct Contents<'a> {
     pub config: &'a Map<String, Value>,
     /// The tensors, in the order in which they fill the shards.
     pub tensors: &'a [TensorSpec],
-    /// Maximum bytes of a shard; a larger tensor has a shard of its own.
+    /// Maximum bytes of a shard. A larger tensor gets its own shard.
     pub max_shard_bytes: u64,
-    /// Files that are copied unchanged; see [`companion_files`].
+    /// Files that are copied unchanged. See [`companion_files`].
     pub companions: &'a [PathBuf],
-    /// The text of `README.md`; see [`model_card`](crate::model_card).
+    /// The text of `README.md`. See [`model_card`](crate::model_card).
     pub card: Option<&'a str>,
 }
 
@@ -103,8 +103,8 @@ pub struct Written {
     pub shards: usize,
 }
 
-/// Returns the existing tokenizer files in `tokenizer` and generation settings in `dir`; one that is a link to nothing
-/// is an error.
+/// Returns the existing tokenizer files in `tokenizer` and generation settings in `dir`. Fails if a file is a broken
+/// link.
 pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Error> {
     let mut files = Vec::new();
     let templates = tokenizer.join(TEMPLATES_FOLDER);
@@ -124,8 +124,8 @@ pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Err
     Ok(files)
 }
 
-/// Returns the name of a companion within a model directory, with the folder of named chat templates and `/` before
-/// theirs.
+/// Returns the name of a companion within a model directory. The name of a named chat template starts with its folder
+/// and `/`.
 pub fn companion_name(path: &Path) -> String {
     let name = |path: Option<&Path>| Some(path?.file_name()?.to_string_lossy().into_owned());
     let file = name(Some(path)).unwrap_or_default();
@@ -135,7 +135,7 @@ pub fn companion_name(path: &Path) -> String {
     }
 }
 
-/// Returns whether a file belongs to a tokenizer; `name` is that of [`companion_name`].
+/// Returns whether a file belongs to a tokenizer. `name` is the file's [`companion_name`].
 pub fn is_tokenizer_file(name: &str) -> bool {
     match name.split_once('/') {
         None => TOKENIZER_FILES.contains(&name) || name.starts_with("chat_template"),
@@ -145,7 +145,7 @@ pub fn is_tokenizer_file(name: &str) -> bool {
     }
 }
 
-/// A complete model directory that does not have its name yet; dropping it removes it.
+/// A complete model directory under a temporary name. Dropping it removes the directory.
 #[derive(Debug)]
 pub struct PendingModel {
     pending: PendingDirectory,
@@ -161,12 +161,12 @@ impl PendingModel {
         self.pending.path()
     }
 
-    /// Renames the directory to its final name. With `force`, a model directory of that name is
-    /// moved aside first, and removed when this one has the name.
+    /// Renames the directory to its final name. With `force`, an existing model directory of that name is
+    /// moved aside first, and removed after the renaming.
     ///
     /// # Errors
-    /// Fails if the name is taken in the meantime, or if a directory cannot be renamed; the older
-    /// directory is then unchanged.
+    /// Fails if the name is in use by now, or if a directory cannot be renamed. An existing directory is then
+    /// unchanged.
     pub fn publish(self) -> Result<Written, Error> {
         let PendingModel { pending, out, force, written } = self;
         check_destination(&out, force)?;
@@ -175,12 +175,12 @@ impl PendingModel {
     }
 }
 
-/// Writes a model directory to `out`; all of its files are synced when this returns.
+/// Writes a model directory to `out`. All of its files are synced on return.
 ///
 /// # Errors
 /// Fails if `out` exists and is not an empty directory, if writing fails, or if `fill` fails. With
-/// `force`, a model directory at `out` is replaced after everything else has succeeded
-/// ([`check_destination`]). On an error nothing is left behind, and `out` is unchanged.
+/// `force`, a model directory at `out` is replaced after all other steps have succeeded
+/// ([`check_destination`]). On an error, written files are removed and `out` is unchanged.
 pub fn write_model<E: From<Error>>(
     out: &Path,
     force: bool,
@@ -190,8 +190,8 @@ pub fn write_model<E: From<Error>>(
     Ok(prepare_model(out, force, model, fill)?.publish()?)
 }
 
-/// As [`write_model`], but for the last step, which is [`PendingModel::publish`]. Removes what
-/// killed processes left of the same `out`.
+/// Writes a model directory as [`write_model`] does, except the last step, which is [`PendingModel::publish`].
+/// Removes the files that killed processes left of the same `out`.
 pub fn prepare_model<E: From<Error>>(
     out: &Path,
     force: bool,
@@ -213,7 +213,7 @@ pub fn prepare_model<E: From<Error>>(
     Ok(PendingModel { pending, out: out.clone(), force, written })
 }
 
-/// Writes what a model directory has beside weights into `dir`: `config.json`, the code of a
+/// Writes all files of a model directory except weights into `dir`: `config.json`, the code of a
 /// Mixture-of-Head model, the card, and copies of the companions.
 fn write_description(dir: &Path, model: &Contents<'_>) -> Result<(), Error> {
     let put = |path: &Path, bytes: &[u8]| write_synced(path, bytes).map_err(Error::io(path));
@@ -253,7 +253,7 @@ fn plan_shards(tensors: &[TensorSpec], max_bytes: u64) -> Vec<Vec<usize>> {
             shard.push(index);
         }
     }
-    // Wider elements first within a file keeps every tensor aligned to its element.
+    // With the widest elements first in a file, every tensor is aligned to its element.
     for shard in &mut shards {
         shard.sort_by_key(|&index| std::cmp::Reverse(tensors[index].dtype.bytes()));
     }
@@ -293,7 +293,7 @@ fn write_tensors<E: From<Error>>(
     Ok(Written { hashes: hashes.into_iter().flatten().collect(), bytes, shards: shards.len() })
 }
 
-/// Writes one safetensors file; returns the hash of each tensor.
+/// Writes a safetensors file. Returns the hash of each tensor.
 fn write_shard<E: From<Error>>(
     file: &mut impl Write,
     path: &Path,
@@ -328,7 +328,7 @@ fn write_shard<E: From<Error>>(
     Ok(hashes)
 }
 
-/// Opens the files as a reader would, and looks for every tensor.
+/// Opens the files as a reader does, and checks every tensor.
 fn open_as_reader(dir: &Path, tensors: &[TensorSpec]) -> Result<(), Error> {
     let files = WeightFiles::open(dir)?;
     for tensor in tensors {
@@ -341,12 +341,12 @@ fn open_as_reader(dir: &Path, tensors: &[TensorSpec]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Size of the pieces of a tensor: large enough to share among two threads, small compared with the
+/// Bytes of the pieces of a tensor: large enough for two threads to share, and small compared with the
 /// memory of a conversion.
 pub const PIECE_BYTES: usize = 8 << 20;
 
-/// Writes a random model with this configuration to `out`, with the weights with which training from scratch starts;
-/// see [`write_model`].
+/// Writes a random model with this configuration to `out`, with the initial weights of training from scratch. See
+/// [`write_model`].
 pub fn write_random_model(
     out: &Path,
     file: &ConfigFile,

@@ -1,16 +1,16 @@
-//! Directories and weights that are not a whole model in Hugging Face's layout: what they are, and how to get one.
+//! Directories and weights that are not a whole model in Hugging Face's layout: their formats, and how to get a model.
 
 use std::path::Path;
 
 use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE};
 
-/// PEFT's file of an adapter. transformers loads the adapter where this file is beside a model.
+/// PEFT's file of an adapter. transformers loads the adapter if this file is next to a model.
 pub(crate) const ADAPTER_FILE: &str = "adapter_config.json";
 
 const MERGE: &str =
     "merge it with its base model in PEFT, by merge_and_unload() and save_pretrained(DIR)";
 
-/// What a directory holds in place of a model, and what to do; `None` if its files do not tell.
+/// Describes a directory that has no model, with the remedy. Returns `None` if its files are unknown.
 pub(crate) fn of_directory(dir: &Path) -> Option<String> {
     if dir.join(ADAPTER_FILE).exists() {
         return Some(format!("holds an adapter of PEFT, not a model: {MERGE}"));
@@ -26,10 +26,10 @@ pub(crate) fn of_directory(dir: &Path) -> Option<String> {
     })
 }
 
-/// Whether a file of this name is one of a format's.
+/// Whether a file of this name belongs to a format.
 type IsFile = fn(&str) -> bool;
 
-/// What a directory with a file of such a name holds, and what to do.
+/// The formats, each with the description of such a directory and the remedy.
 const FORMATS: [(IsFile, &str); 10] = [
     (
         |name| name.starts_with("checkpoint-"),
@@ -75,7 +75,7 @@ const FORMATS: [(IsFile, &str); 10] = [
     ),
 ];
 
-/// Why a model has a tensor of this name in place of its own, and what to do.
+/// Describes why a model has a tensor of this name instead of its own, with the remedy.
 pub(crate) fn of_tensor(name: &str) -> Option<String> {
     if name.contains(".base_layer.") || name.contains(".lora_") {
         return Some(format!("was saved with an adapter of PEFT in it: {MERGE}"));

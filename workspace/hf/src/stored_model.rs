@@ -1,4 +1,4 @@
-//! A model in a directory: its configuration and its weights, which fit together.
+//! A model in a directory: its configuration, and its weights, which fit the configuration.
 
 use std::path::Path;
 
@@ -12,23 +12,23 @@ use crate::{ConfigFile, Error, WeightFiles};
 /// Elements that are compared at a time.
 const BLOCK_ELEMENTS: usize = 1 << 16;
 
-/// A model in a directory, its weights mapped.
+/// A model in a directory, with mapped weights.
 #[derive(Debug)]
 pub struct StoredModel {
-    /// Its configuration. It is untied if the files have an output head that differs from the
+    /// The configuration. It is untied if the files have an output head that differs from the
     /// embedding.
     pub file: ConfigFile,
-    /// Its weights, which are exactly those of the configuration.
+    /// The weights: exactly the tensors of the configuration.
     pub weights: WeightFiles,
-    /// What a user should know about the files, in a sentence.
+    /// A sentence for the user about the files.
     pub warning: Option<String>,
 }
 
 impl StoredModel {
     /// Opens the model in `dir`.
     ///
-    /// As transformers does, a model with `tie_word_embeddings` whose files have an output head
-    /// that differs from the embedding is not tied.
+    /// As in transformers, a model with `tie_word_embeddings` is not tied if its files have an output head
+    /// that differs from the embedding.
     pub fn open(dir: &Path) -> Result<Self, Error> {
         let mut file = ConfigFile::read(dir)?;
         let mut weights = WeightFiles::open(dir)?;
@@ -49,7 +49,7 @@ impl StoredModel {
         Ok(StoredModel { file, weights, warning })
     }
 
-    /// Loads the model to a device, for sequences of up to `positions` tokens; weights of another
+    /// Loads the model to a device, for sequences of up to `positions` tokens. Weights of another
     /// type than `T` are converted.
     pub fn load<B: Backend, T: Element>(
         &self,
@@ -62,7 +62,7 @@ impl StoredModel {
     }
 }
 
-/// Returns whether the files of a tied model have an output head of other values than the embedding's.
+/// Returns whether the files of a tied model have an output head with other values than the embedding.
 fn has_own_head(config: &ModelConfig, weights: &WeightFiles) -> Result<bool, Error> {
     if !config.tie_word_embeddings || !weights.names().any(|name| name == OUTPUT_HEAD) {
         return Ok(false);
@@ -95,8 +95,8 @@ mod tests {
     use moh_kernels::DType;
     use moh_model::tensors::tensor_shapes;
 
-    /// A tied model whose files have an output head of this type, with the embedding's values but
-    /// for the last, to which `added` is added.
+    /// Writes a tied model with an output head of this type. The head has the embedding's values, except the
+    /// last value, which is larger by `added`.
     fn model(dir: &Path, dtype: DType, added: f32) {
         let file = small_llama(true);
         let spec = |(name, shape)| TensorSpec { name, shape, dtype: DType::F32 };

@@ -1,6 +1,6 @@
 //! The Python code with which transformers loads a Mixture-of-Head model, embedded from `tools/hf`.
-//! A model directory has the files of its `model_type`, which `auto_map` in its `config.json`
-//! names.
+//! A model directory has the code files of its `model_type`. `auto_map` in its `config.json` names
+//! them.
 
 /// A file of Python code: its name in a model directory, and its text.
 type CodeFile = (&'static str, &'static str);
@@ -10,13 +10,13 @@ const LLAMA: [CodeFile; 2] = [
     ("modeling_moh_llama.py", include_str!("../../../tools/hf/modeling_moh_llama.py")),
 ];
 
-/// Beside [`LLAMA`], which these import.
+/// Needed in addition to [`LLAMA`], which these files import.
 const QWEN3: [CodeFile; 2] = [
     ("configuration_moh_qwen3.py", include_str!("../../../tools/hf/configuration_moh_qwen3.py")),
     ("modeling_moh_qwen3.py", include_str!("../../../tools/hf/modeling_moh_qwen3.py")),
 ];
 
-/// Returns the files of a model with this `model_type`; none for a dense model.
+/// Returns the files of a model with this `model_type`. Empty for a dense model.
 pub(crate) fn files(model_type: &str) -> Vec<CodeFile> {
     match model_type {
         "moh_llama" => LLAMA.to_vec(),
@@ -25,7 +25,7 @@ pub(crate) fn files(model_type: &str) -> Vec<CodeFile> {
     }
 }
 
-/// Returns whether a model directory of this program may have code of that name.
+/// Returns whether a model directory of this program may have a code file of this name.
 pub(crate) fn is_name(name: &str) -> bool {
     LLAMA.iter().chain(&QWEN3).any(|(file, _)| *file == name)
 }

@@ -2,7 +2,7 @@
 //!
 //! Files are mapped, not read: a tensor is a slice of the mapping, whatever the model's size. The
 //! headers are validated when the directory is opened (crate `safetensors` checks that the tensors
-//! cover a file exactly), so that no later access can be out of bounds.
+//! cover a file exactly), so later accesses cannot be out of bounds.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -30,9 +30,9 @@ pub const INDEX_FILE: &str = "model.safetensors.index.json";
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 /// Bytes of a block of [`WeightFiles::sample`].
 const BLOCK_BYTES: usize = 4096;
-/// Blocks of a tensor; smaller tensors are hashed whole.
+/// Number of blocks of a tensor. Smaller tensors are hashed as a whole.
 const BLOCKS: usize = 4;
-/// Suffix of buffers in old checkpoints that no model reads.
+/// Suffix of the names of buffers in old checkpoints that no model reads.
 const IGNORED_SUFFIX: &str = ".rotary_emb.inv_freq";
 
 /// Alignment of a safetensors header's length.
@@ -51,8 +51,8 @@ pub fn header_type(dtype: DType) -> safetensors::Dtype {
     }
 }
 
-/// Returns the beginning of a safetensors file of these tensors in this order: the length of its header, and the
-/// header, with `format`, such as "pt", in its metadata.
+/// Returns the start of a safetensors file with these tensors in this order: the length of its header, and the
+/// header. Its metadata contains `format`, such as "pt".
 pub fn safetensors_header(
     format: Option<&str>,
     tensors: impl Iterator<Item = (String, DType, Vec<usize>)>,
@@ -74,7 +74,7 @@ pub fn safetensors_header(
     Ok([&(text.len() as u64).to_le_bytes()[..], &text].concat())
 }
 
-/// Returns the supported element types of weights; other tensors are rejected.
+/// Returns the element type of weights, or `None` if it is not supported.
 fn weight_type(dtype: safetensors::Dtype) -> Option<DType> {
     [DType::F32, DType::F16, DType::BF16].into_iter().find(|&ours| header_type(ours) == dtype)
 }
@@ -86,7 +86,7 @@ pub struct TensorBytes<'a> {
     pub dtype: DType,
     /// Dimensions, slowest first.
     pub shape: &'a [usize],
-    /// Little-endian elements; not necessarily aligned.
+    /// Little-endian elements. They may be unaligned.
     pub bytes: &'a [u8],
 }
 
@@ -97,7 +97,7 @@ pub struct WeightFiles {
     /// In file order.
     tensors: Vec<Tensor>,
     by_name: HashMap<String, usize>,
-    /// The path that messages name: the single file or the index.
+    /// The path in messages: the single file or the index.
     path: PathBuf,
 }
 
@@ -113,7 +113,7 @@ struct Tensor {
     shard: usize,
     dtype: safetensors::Dtype,
     shape: Vec<usize>,
-    /// Byte range within the shard's file; inside it by `SafeTensors::read_metadata`.
+    /// Byte range within the shard's file. It is in bounds by `SafeTensors::read_metadata`.
     range: Range<usize>,
 }
 
@@ -180,7 +180,7 @@ impl WeightFiles {
         }
     }
 
-    /// Maps one file and lists its tensors; of a tensor that several shards have, the other ones are `copies`.
+    /// Maps a file and lists its tensors. If several shards have a tensor, all but one are added to `copies`.
     fn add_shard(
         &mut self,
         path: PathBuf,
@@ -220,8 +220,8 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Refuses a tensor that two shards have with different values: transformers takes the last file's, whatever the index
-    /// says.
+    /// Rejects a tensor that two shards have with different values: transformers uses the last file's values, whatever
+    /// the index says.
     fn check_copies(&self, copies: &[Tensor]) -> Result<(), Error> {
         let bytes = |of: &Tensor| &self.shards[of.shard].map[of.range.clone()];
         for copy in copies {
@@ -255,7 +255,7 @@ impl WeightFiles {
         self.tensors.iter().map(|tensor| tensor.name.as_str())
     }
 
-    /// Returns the tensor of that name, in its file's element type.
+    /// Returns the tensor with this name, in its file's element type.
     pub fn get(&self, name: &str) -> Result<TensorBytes<'_>, Error> {
         let tensor = self.find(name)?;
         let shard = &self.shards[tensor.shard];
@@ -270,8 +270,8 @@ impl WeightFiles {
         Ok(TensorBytes { dtype, shape: &tensor.shape, bytes: &shard.map[tensor.range.clone()] })
     }
 
-    /// Returns a hash of the name, the type, the shape and evenly spaced blocks of each tensor, in whichever files they
-    /// are: it tells models from each other, and reads little of them.
+    /// Returns a hash of the name, the type, the shape and evenly spaced blocks of each tensor. It distinguishes
+    /// models, does not depend on the distribution over files, and needs few reads.
     pub fn sample(&self) -> blake3::Hash {
         let mut tensors: Vec<&Tensor> = self.tensors.iter().collect();
         tensors.sort_unstable_by_key(|tensor| &tensor.name);
@@ -314,7 +314,7 @@ impl WeightFiles {
     /// `inv_freq` buffers of old checkpoints.
     ///
     /// # Errors
-    /// Names the first tensor that is missing, unexpected, or of a different shape or type.
+    /// Fails with the name of the first tensor that is missing, unexpected, or of a different shape or type.
     pub fn check(&self, config: &ModelConfig) -> Result<(), Error> {
         let expected = tensor_shapes(config);
         for (name, shape) in &expected {
@@ -360,13 +360,13 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Returns the error for a tensor with an infinite or NaN element.
+    /// Returns the error of a tensor with an infinite or NaN element.
     pub fn not_finite(&self, name: &str, element: usize) -> Error {
         let reason = format!("{name} has a value that is not finite, at element {element}");
         Error::file(self.file_of(name), reason)
     }
 
-    /// Tells the system that a part of a tensor's bytes is not needed for now, which keeps the
+    /// Informs the system that a part of a tensor's bytes is not needed now, which keeps the
     /// resident memory of a large model small. The bytes remain readable.
     pub fn release(&self, name: &str, part: Range<usize>) {
         if let Some((map, range)) = self.part(name, part) {
@@ -374,8 +374,8 @@ impl WeightFiles {
         }
     }
 
-    /// Asks the system to read a part of a tensor's bytes soon, without waiting for it. Failure
-    /// costs time, nothing else.
+    /// Requests that the system reads a part of a tensor's bytes soon, without waiting. A failure
+    /// only costs time.
     pub fn prefetch(&self, name: &str, part: Range<usize>) {
         #[cfg(unix)]
         if let Some((map, range)) = self.part(name, part) {
@@ -385,7 +385,7 @@ impl WeightFiles {
         let _ = (name, part);
     }
 
-    /// Returns the part of a mapping that has a part of a tensor; `None` if that is empty.
+    /// Returns the range of a mapping with a part of a tensor, or `None` if the range is empty.
     fn part(&self, name: &str, part: Range<usize>) -> Option<(&Mmap, Range<usize>)> {
         let Tensor { shard, range, .. } = &self.tensors[*self.by_name.get(name)?];
         let start = range.start.saturating_add(part.start);
@@ -394,7 +394,7 @@ impl WeightFiles {
     }
 }
 
-/// Returns the blocks of a tensor of `len` bytes, from its first bytes on.
+/// Returns the blocks of a tensor of `len` bytes, starting with its first bytes.
 fn blocks(len: usize) -> impl Iterator<Item = Range<usize>> {
     let (count, bytes) = match len <= BLOCKS * BLOCK_BYTES {
         true => (1, len),

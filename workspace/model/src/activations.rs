@@ -1,10 +1,9 @@
 //! The buffers of a forward and backward pass, allocated once and reused in every step.
 //!
-//! A block saves two kinds of activations for its backward pass: those that are expensive to
-//! recompute ([`SavedBlock`]) and those that are cheap to recompute ([`RecomputableBlock`]: norms
-//! and, in Qwen3, rotated queries and keys). [`Recompute`] says which of them each block has for itself,
-//! and which the blocks share and recompute. The MLP's activation is always shared: SwiGLU's
-//! backward pass computes it beside the gradients.
+//! A block saves two kinds of activations for its backward pass: activations that are expensive to recompute
+//! ([`SavedBlock`]), and activations that are cheap to recompute ([`RecomputableBlock`]: norms and, in Qwen3, rotated
+//! queries and keys). [`Recompute`] selects the kinds that blocks share and recompute. The MLP's activation is always
+//! shared: SwiGLU's backward pass computes it together with the gradients.
 
 use std::ops::Range;
 
@@ -48,11 +47,11 @@ pub struct Activations<B: Memory, T: Element> {
     pub(crate) passes: Vec<PassActivations<B, T>>,
     pub(crate) scratch: Scratch<B, T>,
     pub(crate) head: HeadBuffers<B, T>,
-    /// In training.
+    /// Only in training.
     pub(crate) gradients: Option<ActivationGradients<B, T>>,
 }
 
-/// The chunk of a pass, and the slots of its activations until its backward pass.
+/// The chunk of a pass, and the slots that store its activations until its backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PassSlot {
     /// The chunk.
@@ -75,8 +74,8 @@ pub(crate) struct MicroBatch<B: Memory> {
 
 /// The saved activations of a micro-batch's pass through a chunk, sized for the largest chunk.
 pub(crate) struct PassActivations<B: Memory, T: Element> {
-    /// The residual stream before each block of the chunk and after its last block, `[M, C]` each; of a teacher two
-    /// in turn.
+    /// The residual stream before each block of the chunk and after its last block, `[M, C]` each. A teacher has two
+    /// buffers in turn.
     pub(crate) stream: Vec<B::Buffer<T>>,
     pub(crate) blocks: Blocks<B, T>,
 }
@@ -88,7 +87,7 @@ pub struct PassShape {
     pub batch: usize,
     /// Tokens of a sequence.
     pub length: usize,
-    /// What the backward pass computes again.
+    /// The activations that the backward pass recomputes.
     pub recompute: Recompute,
     /// Whether there is a backward pass.
     pub training: bool,
@@ -112,7 +111,7 @@ impl PassShape {
 /// Micro-batches and passes in flight, that is, between their forward and backward passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Slots {
-    /// Micro-batches whose tokens are on the device.
+    /// Micro-batches with tokens on the device.
     pub micro_batches: usize,
     /// Passes, each of a micro-batch through a chunk, with saved activations.
     pub passes: usize,
@@ -131,8 +130,7 @@ impl<B: Backend, T: Element> Activations<B, T> {
 }
 
 impl<M: Workspace, T: Element> Activations<M, T> {
-    /// Allocates the buffers of passes of these sizes, and lets the device reserve its operators'
-    /// scratch.
+    /// Allocates the buffers of passes of these sizes, and makes the device reserve scratch for its operators.
     pub fn with_slots(memory: &M, sizes: &PassSizes<'_>, slots: Slots) -> Result<Self> {
         memory.reserve::<T>(&sizes.working_set())?;
         let saved = || {
@@ -156,11 +154,11 @@ impl<M: Workspace, T: Element> Activations<M, T> {
         })
     }
 
-    /// Allocates the buffers of one pass of a teacher at a time, over the micro-batches of a student with passes
-    /// of the same shape as `sizes`.
+    /// Allocates the buffers of one pass of a teacher at a time, over the micro-batches of a student. The student's
+    /// passes have the shape of `sizes`.
     pub fn of_teacher(memory: &M, sizes: PassSizes<'_>) -> Result<Self> {
         let pass = PassShape { recompute: Recompute::Block, training: false, ..sizes.pass };
-        // It reads the student's tokens.
+        // The teacher reads the student's tokens.
         let slots = Slots { micro_batches: 0, passes: 1 };
         Self::with_slots(memory, &sizes.of_pass(pass).in_role(PassRole::Teacher), slots)
     }
@@ -170,8 +168,8 @@ impl<M: Workspace, T: Element> Activations<M, T> {
         self.shape
     }
 
-    /// Copies a micro-batch to the first slot on the device: ids and targets `[B*T]`, and with a
-    /// document mask `document_start` `[B*T]`; only those that this stage reads.
+    /// Copies a micro-batch to the first slot on the device: ids and targets `[B*T]`, and with a document mask
+    /// `document_start` `[B*T]`. Skips the inputs that this stage does not read.
     pub fn upload(
         &mut self,
         memory: &M,
@@ -182,8 +180,8 @@ impl<M: Workspace, T: Element> Activations<M, T> {
         self.upload_to(0, memory, ids, targets, document_start)
     }
 
-    /// Returns whether passes of this stage read a micro-batch's tokens: stages between the first and the
-    /// last one only do with a document mask.
+    /// Returns whether passes of this stage read a micro-batch's tokens. Stages between the first and the last stage
+    /// read them only with a document mask.
     pub fn read_tokens(&self) -> bool {
         let filled = |buffer: &M::Buffer<u32>| M::len(buffer) > 0;
         self.micro_batches.iter().any(|tokens| {
@@ -214,7 +212,7 @@ impl<M: Workspace, T: Element> Activations<M, T> {
 }
 
 impl<B: Backend> MicroBatch<B> {
-    /// What layers read of it in passes of this shape.
+    /// Returns the layers' view of the micro-batch in passes of this shape.
     pub(crate) fn tokens(&self, shape: QkvShape) -> Tokens<'_, B> {
         Tokens { document_start: self.document_start.as_ref(), ..Tokens::whole(shape) }
     }
@@ -280,7 +278,7 @@ impl<M: Memory, T: Element> Blocks<M, T> {
         })
     }
 
-    /// Returns the buffers of the block at index `slot` of its chunk: its own or shared.
+    /// Returns the buffers of the block at index `slot` of its chunk: its own or shared buffers.
     pub(crate) fn buffers<'a>(
         &'a mut self,
         slot: usize,

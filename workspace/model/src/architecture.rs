@@ -1,5 +1,4 @@
-//! Architectures: the layers of a block. The ends of a model, its embedding, final norm and head, are
-//! the same in all of them.
+//! Architectures: the layers of a block. All architectures have the same embedding, final norm and head.
 
 use crate::layers::{
     Attention, Block, Embedding, Head, Linear, Mlp, QkNorm, RmsNorm, Rotation, RouterLayer,
@@ -59,9 +58,9 @@ impl Layers {
         self.blocks.iter().flat_map(Block::linear_layers).chain([self.head.linear.clone()])
     }
 
-    /// Returns the layers of a model with these routers, and the flat buffers of the parameters of `part`:
-    /// embedding, blocks, final norm, untied head. The length of every buffer is a multiple of
-    /// `ranks`, and buffers of other parts are empty.
+    /// Returns the layers of a model with these routers, and the flat buffers of the parameters of `part`: embedding,
+    /// blocks, final norm, untied head. The length of every buffer is a multiple of `ranks`. Buffers outside the part
+    /// are empty.
     pub fn new(
         config: &ModelConfig,
         routers: &[Option<RouterSpec>],
@@ -83,7 +82,7 @@ impl Layers {
             false => buffers.add(part.last, "", |list| Head::new(list, config)),
         };
         let mut flats = buffers.flats;
-        // A tied head counts as the embedding.
+        // The first stage counts a tied head, as the embedding.
         let of_embedding = &mut flats[ModelLayout::EMBEDDING].segments;
         of_embedding.iter_mut().for_each(|segment| segment.counted = part.first);
         (Layers { embedding, blocks, final_norm, head }, flats)
@@ -99,8 +98,8 @@ struct Buffers<'a> {
 }
 
 impl Buffers<'_> {
-    /// Adds a buffer with the tensors that `layers` lists, or an empty one if it is not `here`;
-    /// returns the layers.
+    /// Adds a buffer with the tensors that `layers` lists, or an empty buffer if they are not `here`; returns the
+    /// layers.
     fn add<L>(
         &mut self,
         here: bool,
@@ -116,7 +115,7 @@ impl Buffers<'_> {
     }
 }
 
-/// Lists the tensors of a block, those of its router last, and returns its layers.
+/// Lists the tensors of a block, the router's last, and returns the block's layers.
 fn block(list: &mut TensorList<'_>, config: &ModelConfig, router: Option<&RouterSpec>) -> Block {
     let mut block = config.architecture.block(list, config);
     block.attention.router = router.map(|spec| RouterLayer::new(list, config, *spec));
@@ -138,7 +137,7 @@ pub(crate) fn block_tensors(config: &ModelConfig, layer: usize) -> Vec<Tensor> {
     TensorList::tensors_of(&in_layer(layer, ""), block)
 }
 
-/// Returns the tensors of the final norm and of the output head, which a tied model does not have.
+/// Returns the tensors of the final norm and of the output head; a tied model has no output head.
 pub(crate) fn output_tensors(config: &ModelConfig) -> Vec<Tensor> {
     let mut tensors = TensorList::tensors_of("", |list| final_norm(list, config));
     if !config.tie_word_embeddings {

@@ -1,9 +1,9 @@
-//! Losses that are trained on beside the cross-entropy: one list from the device to
-//! metrics and charts, so that a further loss is one more variant.
+//! Training losses in addition to the cross-entropy. One list serves the device, metrics and charts, so that a further
+//! loss is one more variant.
 
 use std::ops::{Index, IndexMut};
 
-/// A loss beside the cross-entropy.
+/// A loss in addition to the cross-entropy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AuxiliaryLoss {
     /// The routers' balance loss (equation 8 of the paper), averaged over the layers that route.
@@ -18,7 +18,7 @@ impl AuxiliaryLoss {
     /// Every loss.
     pub const ALL: [AuxiliaryLoss; 2] = [AuxiliaryLoss::Balance, AuxiliaryLoss::Distillation];
 
-    /// Its name in metrics and TensorBoard.
+    /// Returns the loss's name in metrics and TensorBoard.
     pub fn name(self) -> &'static str {
         match self {
             AuxiliaryLoss::Balance => "balance_loss",
@@ -43,7 +43,7 @@ impl AuxiliaryLoss {
 pub struct AuxiliaryLosses<V>([V; COUNT]);
 
 impl<V: Copy> AuxiliaryLosses<V> {
-    /// Returns the value that `of` gives each loss.
+    /// Returns the value of `of` for each loss.
     pub fn new(of: impl FnMut(AuxiliaryLoss) -> V) -> Self {
         AuxiliaryLosses(AuxiliaryLoss::ALL.map(of))
     }
@@ -53,7 +53,7 @@ impl<V: Copy> AuxiliaryLosses<V> {
         AuxiliaryLosses([value; COUNT])
     }
 
-    /// Each loss with its value.
+    /// Returns each loss with its value.
     pub fn iter(&self) -> impl Iterator<Item = (AuxiliaryLoss, V)> {
         AuxiliaryLoss::ALL.into_iter().zip(self.0)
     }

@@ -1,6 +1,5 @@
-//! One block of a model, or its embedding and head, run alone: the caller has the residual stream, and
-//! loads one layer after another. A conversion that measures heads reads a model of any size in this
-//! way, with the memory of a layer.
+//! A block of a model, or its embedding and head, computed alone: the caller stores the residual stream, and loads one
+//! layer after another. So a conversion that measures heads handles a model of any size with the memory of one layer.
 
 use std::ops::Range;
 
@@ -18,32 +17,33 @@ use crate::model::Model;
 use crate::tensors::{in_layer, layer_and_name};
 use crate::{Error, ModelConfig, MohConfig, Result, RouterKind, SharedHeadSets, StepSums, router};
 
-/// Most tokens of a pass; longer windows are computed one at a time.
+/// Maximum tokens of a pass; longer windows are computed one at a time.
 const PASS_TOKENS: usize = 4096;
 
-/// Most windows of `length` tokens that a pass over a layer should have, at least one.
+/// Returns the maximum number of windows of `length` tokens in a pass over a layer, at least 1.
 pub fn most_windows(length: usize) -> usize {
     (PASS_TOKENS / length.max(1)).max(1)
 }
 
-/// Returns the windows of each pass over so many of `length` tokens: the most that divide them, up to [`most_windows`].
+/// Returns the number of windows in each pass over `windows` windows of `length` tokens: the largest divisor of
+/// `windows` up to [`most_windows`].
 pub fn windows_of_pass(windows: usize, length: usize) -> usize {
     let most = most_windows(length).min(windows);
     (1..=most).rev().find(|batch| windows.is_multiple_of(*batch)).unwrap_or(1)
 }
 
-/// Returns the configuration of one block of a model, for [`BlockPass`]: its buffers have room for every set of shared
-/// heads, and a learned router's matrices are among its tensors, whatever the number of routed heads.
+/// Returns the configuration of one block of a model, for [`BlockPass`]. Its buffers have room for every set of shared
+/// heads. A learned router's matrices are among its tensors, whatever the number of routed heads.
 ///
 /// # Errors
 /// Fails if the model has more heads than a set can name.
 pub fn block_alone(config: &ModelConfig) -> Result<ModelConfig> {
     let heads = config.num_attention_heads;
     let every_set = |moh: &MohConfig| {
-        // No set has more columns than that of no head, and the last head leaves as many columns as none.
+        // The empty set has the most columns; a set of only the last head has as many.
         let (shared, top_k) = match moh.router {
             RouterKind::Static => (vec![heads - 1], 0),
-            // Two stages have two logits more where there are shared heads.
+            // Two-stage routers have two more logits if there are shared heads.
             router if router.weighs() => (vec![heads - 1], heads - 1),
             _ => (Vec::new(), heads),
         };
@@ -76,8 +76,8 @@ pub fn pass_alone(batch: usize, length: usize) -> PassShape {
 pub struct BlockPass<B: Backend> {
     model: Model<B, f32>,
     activations: Activations<B, f32>,
-    /// The router that the block was allocated with: the matrices of a learned one are its tensors, which
-    /// a dense block leaves unread.
+    /// The router that the block was allocated with. A learned router's matrices are tensors of the block, which a
+    /// dense block does not read.
     router: Option<RouterLayer>,
 }
 
@@ -88,7 +88,7 @@ type Parts<'a, B> = (
     BlockBuffers<'a, B, f32>,
 );
 
-/// What a block computes of a residual stream.
+/// A block's results for a residual stream.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BlockOutput {
     /// The residual stream after attention, `[N, C]`.
@@ -119,13 +119,13 @@ impl<B: Backend> BlockPass<B> {
         weights.fill(backend, layout, |segment, values| {
             match layer_and_name(&segment.name) {
                 Some((_, name)) => source(&in_layer(layer, name), values),
-                // The embedding and the final norm, of which a block makes no use.
+                // A block does not use the embedding and the final norm.
                 None => Ok(()),
             }
         })
     }
 
-    /// Gives the block another attention; its tensors stay.
+    /// Replaces the block's attention; its tensors stay.
     fn set_attention(&mut self, moh: Option<MohConfig>) -> Result<()> {
         let Model { config, layers, .. } = &mut self.model;
         if let Some(moh) = &moh {
@@ -142,7 +142,7 @@ impl<B: Backend> BlockPass<B> {
         Ok(())
     }
 
-    /// What layers read, the block, the residual stream before and after it, and its buffers.
+    /// Returns the layers' context, the block, the residual stream before and after it, and its buffers.
     fn parts(&mut self) -> Parts<'_, B> {
         let Activations { shape, passes, scratch, .. } = &mut self.activations;
         let PassActivations { stream, blocks } = &mut passes[0];
@@ -163,8 +163,8 @@ impl<B: Backend> BlockPass<B> {
         Ok(columns(&qkv, shape.row(), 0..shape.heads * shape.head_dim))
     }
 
-    /// Returns the heads that the router of `moh` makes each token compute, after [`Self::project`] and before
-    /// [`Self::attend`]: `[N, H]`, 1 for shared and selected heads.
+    /// Returns the heads that each token computes with the router of `moh`: `[N, H]`, 1 for shared and selected heads.
+    /// Call it after [`Self::project`] and before [`Self::attend`].
     pub fn select(&mut self, moh: MohConfig) -> Result<Vec<u8>> {
         self.set_attention(Some(moh))?;
         let (cx, block, _, BlockBuffers { saved, recomputable, .. }) = self.parts();
@@ -181,7 +181,8 @@ impl<B: Backend> BlockPass<B> {
         Ok(of_all_heads(&selected, routing, 1))
     }
 
-    /// Returns the gates of all heads, after [`Self::select`] in a layer that routes; `[N, H]`, 0 of shared heads.
+    /// Returns the gates of all heads, `[N, H]`, 0 for shared heads. Call it after [`Self::select`], in a layer that
+    /// routes.
     pub fn gates(&mut self) -> Result<Vec<f32>> {
         let (cx, .., buffers) = self.parts();
         let Some(routing) = &buffers.saved.attention.routing else {
@@ -192,8 +193,8 @@ impl<B: Backend> BlockPass<B> {
         Ok(of_all_heads(&gates, routing, 0.0))
     }
 
-    /// Returns the factors of all heads' outputs, after [`Self::select`]; `[N, H]`, 0 of heads that a token does not
-    /// compute. `None` of a router that does not weigh heads.
+    /// Returns the factors of all heads' outputs, `[N, H]`, 0 for heads that a token does not compute. Returns `None`
+    /// if the router does not weigh heads. Call it after [`Self::select`].
     pub fn weights(&mut self) -> Result<Option<Vec<f32>>> {
         let (cx, .., buffers) = self.parts();
         let routing = buffers.saved.attention.routing.as_ref();
@@ -205,13 +206,13 @@ impl<B: Backend> BlockPass<B> {
         Ok(Some(weights))
     }
 
-    /// Returns the block's normed input, which learned routers read, after [`Self::project`]; `[N, C]`.
+    /// Returns the block's normed input, `[N, C]`, which learned routers read. Call it after [`Self::project`].
     pub fn normed(&mut self) -> Result<Vec<f32>> {
         let (cx, .., buffers) = self.parts();
         download_all(cx.backend, &buffers.recomputable.attention_norm.y)
     }
 
-    /// Returns the logits of all heads by a learned router, after [`Self::project`]; `[N, H]`.
+    /// Returns a learned router's logits of all heads, `[N, H]`. Call it after [`Self::project`].
     pub fn logits(&mut self) -> Result<Vec<f32>> {
         let Some(linear) = self.router.as_ref().and_then(RouterLayer::logits) else {
             return Err(Error::invalid("the block was allocated without a learned router"));
@@ -220,11 +221,11 @@ impl<B: Backend> BlockPass<B> {
         let (shape, logits) = (cx.tokens.shape, &mut saved.attention.logits);
         linear.forward(&cx, B::whole(&recomputable.attention_norm.y), None, logits)?;
         let host = download(cx.backend, logits, shape.tokens() * linear.outputs)?;
-        // Those of two stages come after those of the heads.
+        // The logits of two stages come after the logits of the heads.
         Ok(columns(&host, linear.outputs, 0..shape.heads))
     }
 
-    /// Returns the outputs of all heads before the output projection, after [`Self::project`]; `[N, H D]`.
+    /// Returns the outputs of all heads before the output projection, `[N, H D]`. Call it after [`Self::project`].
     pub fn attend(&mut self) -> Result<Vec<f32>> {
         let (cx, block, _, BlockBuffers { saved, recomputable, .. }) = self.parts();
         let attention = Attention { router: None, ..block.attention.clone() };
@@ -238,8 +239,8 @@ impl<B: Backend> BlockPass<B> {
         Ok(host)
     }
 
-    /// Returns the rest of the block on the residual stream `x`, `[N, C]`, with these outputs of heads in place of
-    /// attention's, `[N, H D]`.
+    /// Computes the rest of the block on the residual stream `x`, `[N, C]`. The heads' outputs `attended`, `[N, H D]`,
+    /// replace attention's.
     pub fn after_attention(&mut self, x: &[f32], attended: &[f32]) -> Result<BlockOutput> {
         let (cx, block, stream, BlockBuffers { saved, recomputable, scratch }) = self.parts();
         let SavedBlock { attention, h, gate_up } = saved;
@@ -255,7 +256,7 @@ impl<B: Backend> BlockPass<B> {
         })
     }
 
-    /// Returns the queries, `[N, H D]`, and keys, `[N, G D]`, as attention reads them, after [`Self::attend`].
+    /// Returns the queries, `[N, H D]`, and keys, `[N, G D]`, that attention reads. Call it after [`Self::attend`].
     pub fn queries_and_keys(&mut self) -> Result<(Vec<f32>, Vec<f32>)> {
         let (cx, block, _, BlockBuffers { saved, recomputable, .. }) = self.parts();
         let shape = cx.tokens.shape;
@@ -266,7 +267,7 @@ impl<B: Backend> BlockPass<B> {
         Ok((part(0..queries), part(queries..queries + keys)))
     }
 
-    /// Returns the whole block on the residual stream `x`, `[N, C]`, with the attention of `moh`, or dense.
+    /// Computes the whole block on the residual stream `x`, `[N, C]`, with the attention of `moh`; dense without `moh`.
     pub fn forward(&mut self, x: &[f32], moh: Option<MohConfig>) -> Result<BlockOutput> {
         self.set_attention(moh)?;
         let (cx, block, stream, BlockBuffers { saved, recomputable, scratch }) = self.parts();
@@ -313,8 +314,8 @@ impl<B: Backend> EndsPass<B> {
         download_all(&model.backend, &activations.passes[0].stream[0])
     }
 
-    /// Returns the sum of the cross-entropies of `targets`, `[N]`, in nats, by the residual stream `x` after the
-    /// last block, `[N, C]`; targets that are [`IGNORED`] do not count.
+    /// Returns the sum of the cross-entropies of `targets`, `[N]`, in nats, given the residual stream `x` after the
+    /// last block, `[N, C]`. Targets that are [`IGNORED`] do not count.
     pub fn cross_entropy(&mut self, x: &[f32], targets: &[u32]) -> Result<f64> {
         let EndsPass { model, activations, sums } = self;
         activations.upload(&model.backend, &vec![0; targets.len()], targets, &[])?;
@@ -326,20 +327,21 @@ impl<B: Backend> EndsPass<B> {
         Ok(sums.take(&model.backend)?.cross_entropy)
     }
 
-    /// Returns the targets of windows of `length` tokens each: the token after each one, none of the last.
+    /// Returns the targets of windows of `length` tokens each. A token's target is the next token of its window; the
+    /// last token has no target.
     pub fn targets(ids: &[u32], length: usize) -> Vec<u32> {
         let of_window = |window: &[u32]| [&window[1..], &[IGNORED]].concat();
         ids.chunks_exact(length).flat_map(of_window).collect()
     }
 }
 
-/// Tables of a routing, `[N, columns]`, with columns for the first heads, which are shared.
+/// Returns a table of a routing, `[N, columns]`, with columns of `shared` for the leading shared heads: `[N, H]`.
 fn of_all_heads<M: Memory, V: Copy>(table: &[V], routing: &Routing<M>, shared: V) -> Vec<V> {
     let first = vec![shared; routing.shared().leading()];
     table.chunks_exact(routing.columns()).flat_map(|row| [&first[..], row].concat()).collect()
 }
 
-/// Some columns of a table with rows of `row` elements.
+/// Returns the columns `range` of a table with rows of `row` elements.
 fn columns(table: &[f32], row: usize, range: Range<usize>) -> Vec<f32> {
     table.chunks_exact(row).flat_map(|row| &row[range.clone()]).copied().collect()
 }

@@ -7,7 +7,7 @@ use crate::architecture::block_tensors;
 use crate::router::HeadGroups;
 use crate::{Architecture, Error, HeadCounts, Result, RouterKind, SharedHeadSets};
 
-/// Shape and constants of a model, as `config.json` gives them.
+/// Shape and constants of a model, as in `config.json`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
     /// The architecture of the blocks.
@@ -28,7 +28,7 @@ pub struct ModelConfig {
     pub head_dim: usize,
     /// The context length that the model was trained for, in tokens.
     pub max_position_embeddings: usize,
-    /// Added to the mean square in RMSNorm.
+    /// Addend of the mean square in RMSNorm.
     pub rms_norm_eps: f64,
     /// Rotary position embedding.
     pub rope: RopeConfig,
@@ -38,7 +38,7 @@ pub struct ModelConfig {
     pub initializer_range: f64,
     /// The token that begins a text, if the model has one.
     pub bos_token_id: Option<u32>,
-    /// The tokens that end a text; empty if the model has none.
+    /// The tokens that end a text; empty if the model has no such token.
     pub eos_token_ids: Vec<u32>,
     /// Mixture-of-Head attention; `None` for a dense Llama.
     pub moh: Option<MohConfig>,
@@ -49,13 +49,13 @@ pub struct ModelConfig {
 pub struct RopeConfig {
     /// Base of the geometric sequence of wavelengths.
     pub theta: f64,
-    /// How frequencies differ from powers of `theta`; `None` for `rope_type = "default"`.
+    /// The scaling of frequencies, which otherwise are powers of `theta`; `None` for `rope_type = "default"`.
     pub scaling: Option<RopeScaling>,
 }
 
 impl RopeConfig {
-    /// Returns the factor of attention scores beside 1 / sqrt(head_dim). Queries and keys, which the factor of YaRN
-    /// multiplies each in other implementations, keep their norms.
+    /// Returns the factor of attention scores in addition to 1 / sqrt(head_dim). Other implementations multiply both
+    /// queries and keys by YaRN's factor; here queries and keys keep their norms.
     pub fn score_factor(&self) -> f32 {
         match self.scaling {
             Some(RopeScaling::Yarn(yarn)) => yarn.attention_factor.powi(2) as f32,
@@ -67,14 +67,14 @@ impl RopeConfig {
 /// A scaling of the frequencies.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RopeScaling {
-    /// Divides all of them (`rope_type = "linear"`).
+    /// Divides all frequencies (`rope_type = "linear"`).
     Linear {
         /// The divisor.
         factor: f64,
     },
-    /// That of Llama 3.1 and later.
+    /// The scaling of Llama 3.1 and later.
     Llama3(Llama3Scaling),
-    /// That of long contexts of Qwen3.
+    /// The scaling of Qwen3's long contexts.
     Yarn(YarnScaling),
 }
 
@@ -85,13 +85,13 @@ pub struct YarnScaling {
     pub factor: f64,
     /// Context length before scaling, in tokens.
     pub original_max_position_embeddings: usize,
-    /// Frequencies that turn more often within the original length are unchanged.
+    /// Frequencies that turn more often than this within the original length are unchanged.
     pub beta_fast: f64,
-    /// Frequencies that turn less often are divided by `factor`.
+    /// Frequencies that turn less often than this are divided by `factor`.
     pub beta_slow: f64,
     /// Factor of rotated queries and of rotated keys.
     pub attention_factor: f64,
-    /// Whether the range of pairs between the two is widened to whole pairs.
+    /// Whether the range of pairs between `beta_fast` and `beta_slow` is widened to whole pairs.
     pub truncate: bool,
 }
 
@@ -108,9 +108,8 @@ pub struct Llama3Scaling {
     pub original_max_position_embeddings: usize,
 }
 
-/// Mixture-of-Head attention (arXiv 2410.11842): the shared heads of a layer are active for every
-/// token, and each token selects `routed_top_k` of the others. A layer whose heads are all shared is
-/// dense.
+/// Mixture-of-Head attention (arXiv 2410.11842): the shared heads of a layer are active for every token, and each token
+/// selects `routed_top_k` of the other heads. A layer is dense if it shares all heads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MohConfig {
     /// `moh_router`.
@@ -131,7 +130,7 @@ pub struct LayerHeads {
 }
 
 impl LayerHeads {
-    /// Active heads per token: shared and selected.
+    /// Returns the number of active heads per token: shared and selected heads.
     pub fn active(self) -> usize {
         self.shared.len().saturating_add(self.top_k)
     }
@@ -172,9 +171,12 @@ impl MohConfig {
     /// Checks the counts against the query heads, the key/value heads that they read, and the layers.
     ///
     /// # Errors
-    /// Fails if a list's length is not the number of layers, if a layer shares a head that it lacks or
-    /// has more shared or active heads than heads, if its router cannot route these counts, or if none
-    /// of its heads is active. Messages name the layer, from 0, if layers differ.
+    /// Fails:
+    /// - if a list's length is not the number of layers,
+    /// - if a layer shares a head that it lacks, has more shared or active heads than heads, or has no active head,
+    /// - if the router cannot route a layer's counts.
+    ///
+    /// Messages name the layer, from 0, if layers differ.
     pub fn validate(&self, heads: usize, kv_heads: usize, layers: usize) -> Result<()> {
         let groups = HeadGroups { heads, kv_heads };
         let shared_key = match self.shared_heads {
@@ -211,7 +213,7 @@ impl MohConfig {
         }
     }
 
-    /// Returns the routing of a model of one layer with these heads.
+    /// Returns the routing of a model of a single layer with these heads.
     pub fn of_one_layer(&self, heads: LayerHeads) -> MohConfig {
         MohConfig {
             shared_heads: SharedHeadSets::Sets(vec![heads.shared]),
@@ -220,14 +222,14 @@ impl MohConfig {
         }
     }
 
-    /// Returns the routing of layer `layer`, from 0, as that of a model of one layer.
+    /// Returns the routing of a model of a single layer with the heads of layer `layer`, from 0.
     pub fn of_layer_alone(&self, layer: usize) -> MohConfig {
         self.of_one_layer(self.layer(layer))
     }
 }
 
 impl ModelConfig {
-    /// Query heads that read one key/value head.
+    /// Returns the number of query heads that read the same key/value head.
     pub fn group_size(&self) -> usize {
         self.num_attention_heads / self.num_key_value_heads
     }
@@ -242,7 +244,7 @@ impl ModelConfig {
         self.num_key_value_heads * self.head_dim
     }
 
-    /// Active query heads of layer `layer`, from 0; all heads in a dense layer.
+    /// Returns the active query heads of layer `layer`, from 0. A dense layer shares all heads.
     pub fn layer_heads(&self, layer: usize) -> LayerHeads {
         let dense = LayerHeads { shared: SharedHeads::first(self.num_attention_heads), top_k: 0 };
         self.moh.as_ref().map_or(dense, |moh| moh.layer(layer))
@@ -255,10 +257,10 @@ impl ModelConfig {
     }
 
     /// Returns the names of the tensors that another attention needs and this model lacks: a router's matrices.
-    /// Training adds tensors, and removes none.
+    /// Training adds tensors, but does not remove tensors.
     ///
     /// # Errors
-    /// Names the first tensor that the other attention would leave unused.
+    /// Fails if the other attention would not use a tensor, and names the first such tensor.
     pub fn added_tensors(&self, moh: Option<&MohConfig>) -> Result<Vec<String>> {
         let other = ModelConfig { moh: moh.cloned(), ..self.clone() };
         let mut added = Vec::new();
@@ -278,12 +280,12 @@ impl ModelConfig {
         Ok(added)
     }
 
-    /// Routed query heads of layer `layer`, from 0; none in a dense layer.
+    /// Returns the number of routed query heads of layer `layer`, from 0; 0 in a dense layer.
     pub fn routed_heads(&self, layer: usize) -> usize {
         self.num_attention_heads.saturating_sub(self.layer_heads(layer).shared.len())
     }
 
-    /// Active query heads of each layer; all heads in a dense model.
+    /// Returns the number of active query heads of each layer; all heads in a dense model.
     pub fn active_heads(&self) -> HeadCounts {
         match &self.moh {
             None => HeadCounts::All(self.num_attention_heads),

@@ -1,6 +1,6 @@
 //! The errors of this crate.
 
-/// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
+/// An error of this crate. Its message is one sentence: the fault, its place, and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A model, its heads, its division among ranks, or tokens for it are invalid.
@@ -26,14 +26,14 @@ impl Error {
         ))
     }
 
-    /// Returns the error of a pipeline without stages, or with more of them than the model has blocks.
+    /// Returns the error of a pipeline without stages, or with more stages than the model has blocks.
     pub fn undivided(layers: usize, stages: usize) -> Self {
         Error::Invalid(format!(
             "a model of {layers} layers cannot be divided into {stages} pipeline stages: use 1 to {layers}"
         ))
     }
 
-    /// Returns the error of an operation that requires the whole model, of a part of it.
+    /// Returns the error of an operation on a part of a model that requires the whole model.
     pub(crate) fn divided() -> Self {
         Error::invalid(
             "generation and logits need the unsharded model, but this rank has a part of it",
@@ -45,7 +45,7 @@ impl Error {
         Error::Invalid(format!("no token can be sampled from these logits: {reason}"))
     }
 
-    /// Returns the error of a row of logits without a token: one is not a number, or infinite.
+    /// Returns the error of a row of logits with a NaN or an infinite logit.
     pub fn not_finite() -> Self {
         Error::no_token("one is not finite")
     }

@@ -1,13 +1,14 @@
 //! Sizes derived from a configuration: tensors, parameters and floating-point operations.
 //!
-//! The convention for FLOPs: a multiply-add counts as two; norms, RoPE, softmax, activations, the
-//! router and the optimiser are not counted. Linear layers, including the output head but not the
-//! embedding's look-up, take 2 x their parameters per token forward and twice that backward. The
-//! attention core has two matmuls of 2 x length x head_dim per head, of which the causal half
-//! counts: (T + 1) / 2 keys on average; its backward pass takes 2.5 x its forward pass (five
-//! matmuls, one of them the recomputed scores). Queries, keys and values are computed for every
-//! token and head (the router reads the queries): Mixture-of-Head saves operations in the core
-//! only, and none in the output projection.
+//! The convention for FLOPs:
+//! - A multiply-add counts as two.
+//! - Norms, RoPE, softmax, activations, the router and the optimiser are not counted.
+//! - Linear layers, including the output head but not the embedding's look-up, take 2 x their parameters per token
+//!   forward, and twice as many backward.
+//! - The attention core has two matmuls of 2 x length x head_dim per head. The causal half counts: (T + 1) / 2 keys on
+//!   average. Its backward pass takes 2.5 x its forward pass (five matmuls, one of them the recomputed scores).
+//! - Queries, keys and values are computed for every token and head (the router reads the queries): Mixture-of-Head
+//!   saves operations in the core only, not in the output projection.
 
 use crate::ModelConfig;
 use crate::architecture::{block_tensors, embedding_tensors, output_tensors};
@@ -19,13 +20,13 @@ const MAX_PARAMETERS: u128 = 1 << 50;
 /// Sizes that are plausible individually but too large together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LimitExceeded {
-    /// What is too large.
+    /// The size that is too large, and its value.
     pub what: String,
     /// The largest supported value.
     pub limit: u64,
 }
 
-/// Floating-point operations per token, forward, at one sequence length.
+/// Floating-point operations per token in a forward pass, at one sequence length.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Flops {
     /// Linear layers and the output head.
@@ -35,19 +36,19 @@ pub struct Flops {
 }
 
 impl Flops {
-    /// Forward and backward of all parts: 3 x the linear layers, 3.5 x the attention core.
+    /// Returns the operations of a forward and backward pass: 3 x the linear layers, 3.5 x the attention core.
     pub fn training(&self) -> f64 {
         3.0 * self.linear + 3.5 * self.attention
     }
 
-    /// Forward of all parts.
+    /// Returns the operations of a forward pass.
     pub fn forward(&self) -> f64 {
         self.linear + self.attention
     }
 }
 
 impl ModelConfig {
-    /// Returns the elements of all tensors; a tied head counts once.
+    /// Returns the number of elements of all tensors; a tied head counts once.
     pub fn num_parameters(&self) -> u64 {
         // Cannot overflow: `check_limits` rejects configurations beyond 2^50.
         self.count_parameters() as u64
@@ -85,7 +86,7 @@ impl ModelConfig {
         }
     }
 
-    /// Forward FLOPs per token in sequences of `length` tokens, by this module's convention.
+    /// Returns the forward FLOPs per token in sequences of `length` tokens, by this module's convention.
     pub fn flops_per_token(&self, length: usize) -> Flops {
         let matrices = tensors(self).into_iter().filter(|tensor| tensor.decays);
         let matrices = matrices.filter(|tensor| !has_vocabulary_rows(&tensor.name));

@@ -1,8 +1,7 @@
-//! Head counts that may differ by layer: `moh_shared_heads` and `moh_routed_top_k`, and values
-//! derived from them.
+//! Head counts that may differ by layer: `moh_shared_heads` and `moh_routed_top_k`, and values derived from them.
 //!
-//! Files and recipes write them as an integer if all layers have the same count, or as a list with
-//! one integer for each layer.
+//! Files and recipes write an integer if all layers have the same count, otherwise a list with one integer for each
+//! layer.
 
 use std::fmt;
 
@@ -10,11 +9,10 @@ use serde::de::value::SeqAccessDeserializer;
 use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
 use serde::ser::{Serialize, Serializer};
 
-/// Integers up to here are exact as floats.
+/// Integers up to this limit are exact as floats.
 const MAX_WHOLE_FLOAT: f64 = (1u64 << 53) as f64;
 
-/// A head count for every layer. A list of equal counts equals that count, and is written as an
-/// integer.
+/// A head count for every layer. A list of equal counts equals a single count, and is written as an integer.
 ///
 /// ```
 /// use moh_model::HeadCounts;
@@ -42,7 +40,7 @@ impl HeadCounts {
         }
     }
 
-    /// One count, or one for each layer.
+    /// Returns a single count, or one count for each layer.
     fn counts(&self) -> &[usize] {
         match self {
             HeadCounts::All(count) => std::slice::from_ref(count),
@@ -100,7 +98,7 @@ impl PartialEq for HeadCounts {
 
 impl Eq for HeadCounts {}
 
-/// The count, or the smallest and the largest one: `8`, `4-8`.
+/// Shows the count, or the smallest and the largest count: `8`, `4-8`.
 impl fmt::Display for HeadCounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.least(), self.most()) {
@@ -154,7 +152,7 @@ impl<'de> Visitor<'de> for CountsVisitor {
         }
     }
 
-    /// Whole floats, which recipes accept for all integers.
+    /// Accepts whole floats, as recipes do for all integers.
     fn visit_f64<E: de::Error>(self, number: f64) -> Result<HeadCounts, E> {
         match number {
             whole if whole.fract() == 0.0 && (0.0..=MAX_WHOLE_FLOAT).contains(&whole) => {

@@ -1,12 +1,14 @@
-//! From what a user asks for to the head counts of every layer: the one place where a share of the
-//! heads becomes counts.
+//! Resolves a user's request into the head counts of every layer: the one place where a share of the heads becomes
+//! counts.
 //!
-//! Of h heads at share R, a = R h are active, rounded half up. Half of all heads are shared,
-//! rounded down, if R is above one half, more than that are active and h is at least 3; otherwise
-//! half of the active heads are, rounded down. The other active heads are routed: k = a - shared.
+//! 1. Of h heads at share R, a = R h are active, rounded half up.
+//! 2. If R is above one half, a is above h / 2 rounded down, and h is at least 3: half of all heads are shared, rounded
+//!    down.
+//! 3. Otherwise half of the active heads are shared, rounded down.
+//! 4. The other active heads are routed: k = a - shared.
 //!
-//! Whole groups are counted instead of heads where a router selects them together, and then each stands
-//! for its heads. Without a router all active heads are shared.
+//! If a router selects whole groups of heads, groups are counted instead of heads, and each stands for its heads.
+//! Without a router all active heads are shared.
 
 use crate::router::HeadGroups;
 use crate::{Error, HeadCounts, ModelConfig, MohConfig, Result, RouterKind, SharedHeadSets};
@@ -14,20 +16,20 @@ use crate::{Error, HeadCounts, ModelConfig, MohConfig, Result, RouterKind, Share
 /// The share of active heads where a user gives no count.
 pub const DEFAULT_ACTIVE_SHARE: f64 = 0.75;
 
-/// A decimal share times a number of heads may be this far below its exact product (0.29 x 50).
+/// The product of a decimal share and a number of heads may be this far below the exact product (0.29 x 50).
 const PRODUCT_ERROR: f64 = 1e-9;
 
 /// The number of active heads per token that a user asks for.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Active {
-    /// This share of all heads, shared ones included.
+    /// This share of all heads, including shared heads.
     Share(f64),
     /// The shared heads and this many routed heads.
     RoutedTopK(HeadCounts),
 }
 
-/// The head counts that a user asks for. A count that is left out is that of the source, if it is a
-/// Mixture-of-Head model and no share is given; otherwise it follows from the share.
+/// The head counts that a user asks for. A missing count is the source's, if the source is a Mixture-of-Head model and
+/// no share is given. Otherwise it follows from the share.
 ///
 /// ```
 /// use moh_model::{Active, HeadRequest};
@@ -48,24 +50,26 @@ pub struct HeadRequest {
     pub active: Option<Active>,
 }
 
-/// A share of the heads, and where it comes from.
+/// A share of the heads, and its origin.
 #[derive(Debug, Clone, Copy)]
 struct Share {
     share: f64,
     is_default: bool,
     router: RouterKind,
-    /// The heads in whose multiples they become active.
+    /// The number of active heads is a multiple of this number.
     unit: usize,
 }
 
 impl HeadRequest {
-    /// Returns the counts for `layers` layers of `heads` heads, which read `kv_heads` key/value heads; `source`
-    /// is the routing of the model that they are for, if it is a Mixture-of-Head model.
+    /// Returns the counts for `layers` layers of `heads` heads, which read `kv_heads` key/value heads. `source` is the
+    /// routing of the source model, if it is a Mixture-of-Head model.
     ///
     /// # Errors
-    /// Fails if the share is not in 0..=1, leaves no head active, or leaves all heads active and is
-    /// less than 1; if a layer with routed heads would have none active without `routed_top_k` 0;
-    /// and as [`MohConfig::validate`] does.
+    /// Fails:
+    /// - if the share is not in 0..=1, or leaves no head active,
+    /// - if a share below 1 leaves all heads active,
+    /// - if a layer with routed heads would have no active routed head without `routed_top_k` 0,
+    /// - where [`MohConfig::validate`] fails.
     pub fn resolve(
         &self,
         heads: usize,
@@ -98,8 +102,8 @@ impl HeadRequest {
         Ok(moh)
     }
 
-    /// As [`HeadRequest::resolve`], for the layers and heads of `model` and with its routing as the
-    /// source's.
+    /// Returns the counts for the layers and heads of `model`, with its routing as the source's, as
+    /// [`HeadRequest::resolve`] does.
     pub fn for_model(&self, model: &ModelConfig) -> Result<MohConfig> {
         let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
         self.resolve(heads, kv_heads, model.num_hidden_layers, model.moh.as_ref())
@@ -109,7 +113,7 @@ impl HeadRequest {
         self.router.or(source.map(|moh| moh.router)).unwrap_or(RouterKind::QueryNorm)
     }
 
-    /// What the share became, if no number of heads meets it exactly:
+    /// Describes the rounded share, if no number of heads meets the share exactly:
     /// `--active 0.8 of 8 heads: 6 of 8, 0.75`.
     pub fn rounding(
         &self,
@@ -128,7 +132,7 @@ impl HeadRequest {
         Some(format!("{}: {active} of {heads}, {met}", share.describe(heads)))
     }
 
-    /// Returns the share that the counts follow from.
+    /// Returns the share that determines the counts; `None` if counts determine them.
     fn share(&self, groups: HeadGroups, source: Option<&MohConfig>) -> Option<Share> {
         let router = self.router(source);
         let unit = router.unit(groups);
@@ -141,13 +145,13 @@ impl HeadRequest {
     }
 }
 
-/// Returns a share of a number of heads or of groups of them, rounded half up.
+/// Returns a share of a number of heads or groups of heads, rounded half up.
 fn rounded(share: f64, number: usize) -> usize {
     (share * number as f64 + PRODUCT_ERROR + 0.5).floor() as usize
 }
 
 impl Share {
-    /// How messages name it.
+    /// Returns the share's name in messages.
     fn describe(self, heads: usize) -> String {
         let Share { share, is_default, .. } = self;
         match is_default {
@@ -160,8 +164,8 @@ impl Share {
         rounded(self.share, heads / self.unit) * self.unit
     }
 
-    /// Shared heads where a user gives no number. The share decides, not the count that it became:
-    /// half of an odd number of heads is rounded up, and would leave one routed head active.
+    /// Returns the number of shared heads if the user gives no number. Compares the share with one half, not the
+    /// rounded count: half of an odd number of heads is rounded up, and would leave one routed head active.
     fn default_shared_heads(self, heads: usize) -> usize {
         let (units, active) = (heads / self.unit, self.active(heads) / self.unit);
         let half = match self.share > 0.5 && active > units / 2 && units >= 3 {
@@ -174,7 +178,7 @@ impl Share {
         }
     }
 
-    /// Active routed heads of the layers, beside these numbers of shared heads.
+    /// Returns the number of active routed heads of each layer, in addition to its shared heads.
     fn routed_top_k(self, heads: usize, shared: &HeadCounts) -> Result<HeadCounts> {
         let Share { share, is_default, .. } = self;
         let refuse = |reason: String| Err(Error::Invalid(reason));
@@ -204,7 +208,7 @@ impl Share {
         }
     }
 
-    /// Active routed heads of a layer with this many shared heads; messages append `place` to the
+    /// Returns the number of active routed heads of a layer with `shared` shared heads. Messages append `place` to the
     /// layer's counts.
     fn routed(self, heads: usize, shared: usize, place: &str) -> Result<usize> {
         let active = self.active(heads);

@@ -1,17 +1,16 @@
-//! Initial weights: normally distributed matrices with the configuration's standard deviation, and
-//! norms of 1, as Hugging Face initialises a Llama. A tensor's values depend only on the seed and
-//! its name.
+//! Initial weights, as Hugging Face initialises a Llama: normally distributed matrices with the configuration's
+//! standard deviation, and norms of 1. A tensor's values depend only on the seed and its name.
 
 use rayon::prelude::*;
 
-/// Values that one task writes, in order: an even number.
+/// Number of values that one task writes: an even number, so that tasks do not divide pairs.
 const CHUNK: usize = 1 << 15;
 
 /// A generator of uniform 64-bit integers (SplitMix64, Steele et al. 2014).
 struct SplitMix(u64);
 
 impl SplitMix {
-    /// What the state grows by with each integer.
+    /// The increment of the state for each integer.
     const INCREMENT: u64 = 0x9e37_79b9_7f4a_7c15;
 
     /// Returns the generator after `count` more integers.
@@ -27,7 +26,7 @@ impl SplitMix {
         z ^ (z >> 31)
     }
 
-    /// Uniform in (0, 1].
+    /// Returns a uniform number in (0, 1].
     fn unit(&mut self) -> f64 {
         ((self.next() >> 11) + 1) as f64 / (1u64 << 53) as f64
     }
@@ -48,7 +47,7 @@ pub fn initialize(seed: u64, deviation: f64, name: &str, shape: &[usize], values
     });
 }
 
-/// Writes normal values, for each pair of which the Box-Muller transform takes two uniform ones.
+/// Writes normal values. The Box-Muller transform makes each pair of them from two uniform numbers.
 fn fill_normal(mut uniform: SplitMix, deviation: f64, values: &mut [f32]) {
     for pair in values.chunks_mut(2) {
         let radius = deviation * (-2.0 * uniform.unit().ln()).sqrt();

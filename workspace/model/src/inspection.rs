@@ -1,5 +1,4 @@
-//! What a forward pass has left in its activations: magnitudes of the residual stream, and
-//! routings; to find where values grow.
+//! Reads back a forward pass's activations, to find where values grow: magnitudes of the residual stream, and routings.
 
 use moh_kernels::{Backend, Element};
 
@@ -12,7 +11,7 @@ use crate::{Error, Model, Result};
 pub struct Magnitude {
     count: u64,
     squares: f64,
-    /// The largest magnitude; NaN if any value is.
+    /// The largest magnitude; NaN if any value is NaN.
     pub largest: f32,
 }
 
@@ -23,14 +22,14 @@ impl Magnitude {
             self.count += 1;
             self.squares += f64::from(value).powi(2);
             let magnitude = value.abs();
-            // A comparison with NaN is false, which would lose it.
+            // A comparison with NaN is false, which would lose the NaN.
             if !self.largest.is_nan() && (magnitude.is_nan() || magnitude > self.largest) {
                 self.largest = magnitude;
             }
         }
     }
 
-    /// Returns the root of the mean square; 0 without values, and not finite if any value is not.
+    /// Returns the root of the mean square; 0 without values, and not finite if any value is not finite.
     pub fn rms(&self) -> f64 {
         (self.squares / self.count.max(1) as f64).sqrt()
     }
@@ -50,8 +49,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// layer of the pass.
     ///
     /// # Errors
-    /// Fails if the device fails, and for activations that recompute whole blocks: they have those
-    /// of the last block only.
+    /// Fails for activations that recompute whole blocks: only the last block's activations exist then.
     pub fn add_magnitudes(
         &self,
         activations: &Activations<B, T>,
@@ -92,7 +90,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 }
 
-/// What a pass has left of each block.
+/// Returns the activations of all blocks of a pass; fails if the blocks share them.
 fn saved<B: Backend, T: Element>(
     activations: &Activations<B, T>,
     slot: PassSlot,

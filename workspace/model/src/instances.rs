@@ -1,8 +1,8 @@
-//! The code of models on the CPU, for all programs and tests that are built without full optimisation.
+//! Compiled code of models on the CPU, for all programs and tests that are built without full optimisation.
 //!
-//! A generic function is compiled for its types in each crate that uses it, unless a dependency has compiled it for
-//! these types (rustc's `share-generics`, on up to `opt-level` 1). Without these instances every program and every test
-//! would compile all models again.
+//! Each crate compiles a generic function again for its types, unless a dependency already has. Rustc shares such code
+//! up to `opt-level` 1 (`share-generics`). Without these instances every program and every test would compile all
+//! models again.
 
 use std::hint::black_box;
 

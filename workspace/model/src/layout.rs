@@ -1,7 +1,7 @@
-//! The location of each tensor in the flat buffers of a model: one buffer for the embedding, one
-//! for each block, one for the final norm and one for an untied head.
+//! The location of each tensor in the flat buffers of a model: one buffer for the embedding, one for each block, one
+//! for the final norm and one for an untied head.
 //!
-//! The tensors are those that the layers list ([`crate::tensors`]), in their order.
+//! The layers list the tensors ([`crate::tensors`]), in this order.
 
 use std::ops::Range;
 
@@ -14,15 +14,15 @@ use crate::{ModelConfig, router};
 /// One tensor of a flat buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Segment {
-    /// Its name in checkpoints.
+    /// The tensor's name in checkpoints.
     pub name: String,
-    /// The slice of it that is local.
+    /// The local slice of the tensor.
     pub slice: Slice,
     /// The range of the slice's elements in the buffer.
     pub range: Range<usize>,
     /// Whether weight decay applies: to matrices, not to norms.
     pub decays: bool,
-    /// Whether it counts in the global gradient norm: a replicated tensor counts once.
+    /// Whether the tensor counts in the global gradient norm: a replicated tensor counts once.
     pub counted: bool,
     /// Whether all tensor-parallel ranks have this tensor, so that they all-reduce its gradients.
     pub replicated: bool,
@@ -34,7 +34,7 @@ impl Segment {
         self.slice.shape()
     }
 
-    /// Returns the elements of the whole tensor.
+    /// Returns the number of elements of the whole tensor.
     pub fn whole_len(&self) -> usize {
         self.shape().iter().product()
     }
@@ -45,13 +45,12 @@ impl Segment {
 pub struct FlatLayout {
     /// The tensors.
     pub segments: Vec<Segment>,
-    /// Elements of the buffer, including padding.
+    /// Number of elements of the buffer, including padding.
     pub len: usize,
 }
 
 impl FlatLayout {
-    /// Lays out the slices of tensors that are local to `share` one after another, and pads the end
-    /// to a multiple of `multiple`.
+    /// Lays out the local slices of tensors one after another, and pads the end to a multiple of `multiple`.
     pub(crate) fn new(
         config: &ModelConfig,
         tensors: impl IntoIterator<Item = Tensor>,
@@ -74,12 +73,12 @@ impl FlatLayout {
         FlatLayout { segments, len: end.next_multiple_of(multiple) }
     }
 
-    /// Returns the elements of its tensors, without the padding.
+    /// Returns the range of the tensors' elements, without the padding.
     pub fn used(&self) -> Range<usize> {
         0..self.segments.last().map_or(0, |segment| segment.range.end)
     }
 
-    /// Maximal runs of adjacent tensors for which `of` gives the same.
+    /// Returns the longest runs of adjacent tensors with the same value of `of`.
     pub fn runs<K: PartialEq>(&self, of: impl Fn(&Segment) -> K) -> Vec<(Range<usize>, K)> {
         let mut runs: Vec<(Range<usize>, K)> = Vec::new();
         for segment in &self.segments {
@@ -93,8 +92,7 @@ impl FlatLayout {
     }
 }
 
-/// The flat buffers of a model, or of a part of one, in order: embedding, blocks, final norm,
-/// untied head.
+/// The flat buffers of a model, or of a part of a model, in order: embedding, blocks, final norm, untied head.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelLayout {
     /// The buffers.
@@ -109,8 +107,8 @@ impl ModelLayout {
         Self::of_part(config, 1, &ModelPart::whole(config))
     }
 
-    /// Returns the layout of a part of a model whose optimiser state is sharded over up to `ranks` ranks:
-    /// the length of every buffer is a multiple of `ranks`, and buffers of other parts are empty.
+    /// Returns the layout of a part of a model with optimiser state sharded over up to `ranks` ranks. The length of
+    /// every buffer is a multiple of `ranks`. Buffers outside the part are empty.
     pub fn of_part(config: &ModelConfig, ranks: usize, part: &ModelPart) -> Self {
         let (_, flats) = Layers::new(config, &router::of_config(config), ranks, part);
         ModelLayout { flats, num_blocks: config.num_hidden_layers }
@@ -129,14 +127,14 @@ impl ModelLayout {
         1 + self.num_blocks
     }
 
-    /// Returns the index of the buffer that holds the output head: the embedding's when tied.
+    /// Returns the index of the buffer with the output head; a tied head is in the embedding's buffer.
     pub fn head_index(&self) -> usize {
         let untied = self.num_blocks + 2;
         if untied < self.flats.len() { untied } else { Self::EMBEDDING }
     }
 
-    /// Returns the buffers in the order in which a backward pass completes their gradients; a tied head is
-    /// part of the embedding's.
+    /// Returns the buffers in the order in which a backward pass completes their gradients. A tied head is part of the
+    /// embedding's buffer.
     pub fn backward_order(&self) -> impl Iterator<Item = usize> {
         let head = Some(self.head_index()).filter(|&head| head != Self::EMBEDDING);
         let blocks = (0..self.num_blocks).rev().map(|layer| self.block_index(layer));
@@ -148,7 +146,7 @@ impl ModelLayout {
         all.filter(|&flat| self.flats[flat].len > 0)
     }
 
-    /// Every tensor, with the index of its buffer.
+    /// Returns every tensor with the index of its buffer.
     pub fn segments(&self) -> impl Iterator<Item = (usize, &Segment)> {
         self.flats
             .iter()
@@ -156,12 +154,12 @@ impl ModelLayout {
             .flat_map(|(flat, layout)| layout.segments.iter().map(move |segment| (flat, segment)))
     }
 
-    /// Returns the elements of all buffers.
+    /// Returns the number of elements of all buffers.
     pub fn len(&self) -> usize {
         self.flats.iter().map(|flat| flat.len).sum()
     }
 
-    /// Returns whether the layout is empty, which no model's is.
+    /// Returns whether the layout is empty, which is false for every model.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -1,9 +1,8 @@
 //! Llama and Qwen3 models, dense or Mixture-of-Head: configuration, weights by name, blocks and
 //! generation.
 //!
-//! A [`Model`] is built from a [`ModelConfig`] and a function that fills each tensor by name; crate
-//! `moh-hf` builds it from files. [`Model::run`] computes whole sequences, a [`Generator`] one
-//! token after another:
+//! A [`Model`] is built from a [`ModelConfig`] and a function that fills each tensor by name; crate `moh-hf` builds
+//! models from files. [`Model::run`] computes whole sequences, a [`Generator`] one token after another:
 //!
 //! ```
 //! use moh_kernels::Cpu;

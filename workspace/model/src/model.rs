@@ -1,5 +1,4 @@
-//! A model on a device, or a rank's part of one: its weights in flat buffers, and the results of a
-//! pass that can be read.
+//! A model on a device, or a rank's part of it: its weights in flat buffers, and the results of its passes.
 
 use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, Memory, Purpose};
@@ -26,8 +25,7 @@ pub struct Model<B: Backend, T: Element> {
     pub(crate) teacher: Option<Box<Teacher<B, T>>>,
 }
 
-/// The buffers of a model, or of a part of one: its weights, and the tables of rotary position
-/// embedding.
+/// The buffers of a model or of a part of it: its weights, and the tables of rotary position embedding.
 pub struct ModelBuffers<M: Memory, T: Element> {
     pub(crate) weights: FlatBuffers<M, T>,
     pub(crate) rope: RopeTables<M>,
@@ -49,13 +47,13 @@ impl<M: Memory, T: Element> ModelBuffers<M, T> {
     }
 }
 
-/// How a training pass computes its losses.
+/// The weights of the losses of a training pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LossConfig {
     /// 1 / (targets of the whole step), times the cross-entropy's weight.
     pub cross_entropy: f32,
-    /// Weight of each auxiliary loss over what it is a mean of: that of the balance loss
-    /// is beta / micro-batches, that of the distillation loss its weight / targets.
+    /// Weight of each auxiliary loss, divided by the number of its terms: beta / micro-batches for the balance loss,
+    /// weight / targets for the distillation loss.
     pub auxiliary: AuxiliaryLosses<f32>,
     /// Whether the loss reaches the gates through the selection (straight-through; on in training).
     pub straight_through: bool,
@@ -89,7 +87,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(model)
     }
 
-    /// As [`Self::of_part`], with weights of zeros.
+    /// Creates one rank's part of a model as [`Self::of_part`] does, with weights of zeros.
     pub fn zeros_of_part(
         backend: B,
         config: ModelConfig,
@@ -114,7 +112,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self.backend
     }
 
-    /// This rank's part of the model, and the ranks with the other parts.
+    /// Returns this rank's part of the model, and the ranks with the other parts.
     pub fn parallel(&self) -> &ModelParallel {
         &self.parallel
     }
@@ -129,11 +127,10 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self.config
     }
 
-    /// Changes the attention; the weights stay the same. Activations that were planned before can
-    /// no longer be used.
+    /// Changes the attention, but not the weights. Activations that were planned before cannot be used any more.
     ///
     /// # Errors
-    /// Fails if the head counts do not fit the model, or if the router has matrices that it lacks.
+    /// Fails if the head counts do not fit the model, or if the router needs matrices that the model lacks.
     pub fn set_moh(&mut self, moh: Option<crate::MohConfig>) -> Result<()> {
         if let Some(moh) = &moh {
             self.config.check_moh(moh)?;
@@ -166,7 +163,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self.weights
     }
 
-    /// What the layers of a pass over `tokens` read.
+    /// Returns the context of the layers of a pass over `tokens`.
     pub(crate) fn context<'a>(&'a self, tokens: Tokens<'a, B>) -> Context<'a, B, T> {
         Context {
             backend: &self.backend,
@@ -183,19 +180,19 @@ impl<B: Backend, T: Element> Model<B, T> {
         &mut self.weights
     }
 
-    /// Returns the number of layers whose router selects heads, over which the balance loss is averaged; 1 if there
-    /// is none, without a balance loss.
+    /// Returns the number of layers with a router that selects heads, at least 1. The balance loss is averaged over
+    /// these layers.
     pub(crate) fn routed_layers(&self) -> usize {
         self.layer_routers().filter(|(_, router)| router.selects()).count().max(1)
     }
 
-    /// Each layer with routed heads, with its router.
+    /// Returns each layer with routed heads, with its router.
     fn layer_routers(&self) -> impl Iterator<Item = (usize, &RouterLayer)> {
         let blocks = self.layers.blocks.iter().enumerate();
         blocks.filter_map(|(layer, block)| Some((layer, block.attention.router.as_ref()?)))
     }
 
-    /// Empty statistics of every layer that routes.
+    /// Returns empty statistics of every layer that selects heads.
     pub fn routing_statistics(&self) -> RoutingStatistics {
         let heads = self.config.num_attention_heads;
         let of_layer = |(layer, router): (usize, &RouterLayer)| {
@@ -234,9 +231,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(host.iter().map(|value| value.to_f32()).collect())
     }
 
-    /// Returns the routed heads that each token selected in the last forward pass: `[N, R]` for each layer,
-    /// with R its routed heads in ascending order; empty for a dense layer. The activations have every block's routing
-    /// unless they recompute blocks.
+    /// Returns the routed heads that each token selected in the last forward pass: `[N, R]` for each layer, with R the
+    /// routed heads in ascending order; empty for a dense layer. Activations that recompute blocks do not have every
+    /// block's routing.
     pub fn routed_mask(&self, activations: &Activations<B, T>) -> Result<Vec<Vec<u8>>> {
         self.of_routings(activations, |routing, mask| {
             self.backend.download(routing.selected(), mask)
@@ -250,14 +247,14 @@ impl<B: Backend, T: Element> Model<B, T> {
         })
     }
 
-    /// Returns a table `[N, R]` of each block whose routing is saved.
+    /// Returns a table `[N, R]` for each block with a saved routing.
     fn of_routings<S: Copy + Default>(
         &self,
         activations: &Activations<B, T>,
         read: impl Fn(&Routing<B>, &mut [S]) -> moh_kernels::Result<()>,
     ) -> Result<Vec<Vec<S>>> {
         let table = |routing: Option<&Routing<B>>| {
-            // A layer without a router never begins its routing, which then has no tokens.
+            // A pass never starts the routing of a layer without a router, which has no tokens then.
             let Some(routing) = routing else { return Ok(Vec::new()) };
             let (columns, shared) = (routing.columns(), routing.shared());
             let mut table = vec![S::default(); routing.tokens() * columns];

@@ -1,10 +1,11 @@
 //! One rank's part of a model, and the ranks that it communicates with.
 //!
-//! Pipeline stages have consecutive blocks each; the first stage also has the embedding, the last
-//! one the final norm and the head. Both have a tied head, whose gradients they all-reduce. Ranks
-//! that shard every tensor (tensor parallelism, arXiv 1909.08053) each have some key/value heads
-//! with their query heads, some columns of the MLP and some rows of the vocabulary, and the
-//! residual stream of some of the tokens (sequence parallelism, arXiv 2205.05198).
+//! Pipeline stages have consecutive blocks each. The first stage also has the embedding, the last stage the final norm
+//! and the head. If the head is tied, both of these stages have it, and all-reduce its gradients.
+//!
+//! Ranks may shard every tensor (tensor parallelism, arXiv 1909.08053). Each rank has some key/value heads with their
+//! query heads, some columns of the MLP and some rows of the vocabulary. It also has the residual stream of some of the
+//! tokens (sequence parallelism, arXiv 2205.05198).
 
 use std::ops::Range;
 
@@ -33,8 +34,7 @@ impl TensorShare {
     /// Checks that the tensors of a model can be sharded across these ranks.
     ///
     /// # Errors
-    /// Fails if the ranks do not divide the key/value heads, or outnumber the rows to
-    /// shard.
+    /// Fails if the number of ranks does not divide the key/value heads, or exceeds the rows to shard.
     pub fn check(&self, config: &ModelConfig) -> Result<()> {
         let least = config.intermediate_size.min(config.vocab_size);
         if config.num_key_value_heads.is_multiple_of(self.ranks) && self.ranks <= least {
@@ -47,7 +47,7 @@ impl TensorShare {
         )))
     }
 
-    /// Returns the query heads of a block, and which of them are local.
+    /// Returns the query heads of a block, and this rank's share of them.
     pub fn heads(&self, config: &ModelConfig) -> Heads {
         Heads {
             count: config.num_attention_heads,
@@ -72,7 +72,7 @@ impl TensorShare {
         config.key_value_width() / self.ranks
     }
 
-    /// Returns the local columns of the MLP.
+    /// Returns the range of the MLP's local columns.
     pub fn mlp_columns(&self, config: &ModelConfig) -> Range<usize> {
         share(config.intermediate_size, self.rank, self.ranks)
     }
@@ -123,13 +123,13 @@ impl TensorShare {
         }
     }
 
-    /// Returns the tokens of a micro-batch whose residual stream is local.
+    /// Returns the share of a micro-batch's tokens with a local residual stream.
     pub(crate) fn tokens(&self, tokens: usize) -> TokenShare {
         TokenShare { share: *self, tokens, per_rank: tokens.div_ceil(self.ranks) }
     }
 
-    /// Shared heads of each rank in the first layer where ranks have different counts, because the
-    /// shared heads do not divide equally.
+    /// Returns the number of shared heads of each rank in the first layer where these numbers differ, because the
+    /// shared heads do not divide equally. Returns `None` if there is no such layer.
     pub fn uneven_shared_heads(&self, config: &ModelConfig) -> Option<Vec<usize>> {
         let of_layer = |layer| {
             let shared = config.layer_heads(layer).shared;
@@ -144,8 +144,7 @@ impl TensorShare {
     }
 }
 
-/// A rank's share of a micro-batch's tokens: a consecutive range; all shares are equal except at
-/// the end.
+/// A rank's share of a micro-batch's tokens: a consecutive range. All shares have equal lengths, except at the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct TokenShare {
     share: TensorShare,
@@ -155,17 +154,17 @@ pub(crate) struct TokenShare {
 }
 
 impl TokenShare {
-    /// Returns the tokens of this rank.
+    /// Returns the number of tokens of this rank.
     pub fn local(&self) -> usize {
         self.per_rank.min(self.tokens.saturating_sub(self.start()))
     }
 
-    /// Returns the first token of this share, in multiples of `per_rank`; past the end for an empty share.
+    /// Returns the first token of this share, a multiple of `per_rank`; past the end for an empty share.
     pub fn start(&self) -> usize {
         self.share.rank * self.per_rank
     }
 
-    /// Returns the tokens of all shares, including padding at the end.
+    /// Returns the number of tokens of all shares, including padding at the end.
     pub fn padded(&self) -> usize {
         self.share.ranks * self.per_rank
     }
@@ -174,30 +173,30 @@ impl TokenShare {
 /// A rank's part of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelPart {
-    /// Its blocks: one consecutive range, or one for each virtual stage, in ascending order.
+    /// The part's blocks: one consecutive range, or one range for each virtual stage, in ascending order.
     pub chunks: Vec<Range<usize>>,
-    /// Whether this is the first stage, whose first chunk has the embedding.
+    /// Whether this is the first stage; its first chunk has the embedding.
     pub first: bool,
-    /// Whether this is the last stage, whose last chunk has the final norm and the head.
+    /// Whether this is the last stage; its last chunk has the final norm and the head.
     pub last: bool,
-    /// The rank's shard of their tensors.
+    /// The rank's shard of the part's tensors.
     pub tensor: TensorShare,
 }
 
 impl ModelPart {
-    /// Its blocks, in ascending order.
+    /// Returns the part's blocks, in ascending order.
     pub fn layers(&self) -> impl Iterator<Item = usize> {
         self.chunks.iter().cloned().flatten()
     }
 
-    /// Returns the whole model.
+    /// Returns the part that is the whole model.
     pub fn whole(config: &ModelConfig) -> Self {
         let chunks = std::iter::once(0..config.num_hidden_layers).collect();
         ModelPart { chunks, first: true, last: true, tensor: TensorShare::WHOLE }
     }
 
-    /// Returns the parts of `stages` stages of `virtual_stages` chunks each, with whole tensors: chunk c of
-    /// stage s is chunk c x `stages` + s of the model.
+    /// Returns the parts of `stages` stages of `virtual_stages` chunks each, with whole tensors. Chunk c of stage s is
+    /// chunk c x `stages` + s of the model.
     ///
     /// # Errors
     /// Fails if there are no stages, or fewer blocks than chunks.
@@ -212,8 +211,8 @@ impl ModelPart {
         Ok((0..stages).map(part).collect())
     }
 
-    /// Divides the blocks into this many chunks so that the largest load is minimal; the head
-    /// counts as the number of blocks with as many weights.
+    /// Divides the blocks into `stages` chunks so that the largest load is minimal. The head counts as the number of
+    /// blocks with as many weights.
     fn chunks(config: &ModelConfig, stages: usize) -> Result<Vec<Range<usize>>> {
         let layers = config.num_hidden_layers;
         if !(1..=layers).contains(&stages) {
@@ -256,15 +255,15 @@ pub struct ModelParallel {
     part: ModelPart,
     pub(crate) pipeline: Group,
     tensor: Group,
-    /// The group of the first and the last stage if both have a tied head; `None` on other stages.
+    /// The group of the first and the last stage if the model has a tied head; `None` on other stages.
     tied_head: Option<Group>,
-    /// The pipeline group for gradients. With virtual stages, gradients and outputs may travel
-    /// between the same two ranks, and an engine may match messages by their order only.
+    /// The pipeline group for gradients. With virtual stages, gradients and outputs may travel between the same two
+    /// ranks, and an engine may match messages only by their order.
     pub(crate) backward: Group,
 }
 
 impl ModelParallel {
-    /// Creates a rank with the whole model.
+    /// Returns the part of a rank with the whole model.
     pub fn whole(config: &ModelConfig) -> Self {
         let alone = World::single().group().clone();
         let (part, pipeline, tensor) = (ModelPart::whole(config), alone.clone(), alone.clone());
@@ -275,8 +274,8 @@ impl ModelParallel {
     /// All ranks of both groups call this function.
     ///
     /// # Errors
-    /// Fails if there are fewer blocks than chunks, if the ranks of `tensor` do not divide the heads or
-    /// outnumber the rows to shard, and if another rank has failed.
+    /// Fails if there are fewer blocks than chunks, or if another rank has failed. Also fails if the number of ranks of
+    /// `tensor` does not divide the heads or exceeds the rows to shard.
     pub fn new(
         config: &ModelConfig,
         pipeline: Group,
@@ -300,14 +299,14 @@ impl ModelParallel {
         Ok(ModelParallel { part, pipeline, tensor, tied_head, backward })
     }
 
-    /// This rank's part of another model, of as many blocks, for passes without gradients. Each rank has the same blocks
-    /// of both models.
+    /// Returns this rank's part of another model with as many blocks, for passes without gradients. Each rank has the
+    /// same blocks of both models.
     pub fn of_frozen(&self, config: &ModelConfig) -> Result<Self> {
         self.part.tensor.check(config)?;
         Ok(ModelParallel { tied_head: None, ..self.clone() })
     }
 
-    /// This rank's part of the model.
+    /// Returns this rank's part of the model.
     pub fn part(&self) -> &ModelPart {
         &self.part
     }
@@ -317,7 +316,7 @@ impl ModelParallel {
         self.pipeline.size()
     }
 
-    /// This rank's stage.
+    /// Returns this rank's stage.
     pub fn stage(&self) -> usize {
         self.pipeline.rank()
     }
@@ -340,8 +339,7 @@ impl ModelParallel {
         (self.pipeline.rank() + self.pipeline.size() - 1) % self.pipeline.size()
     }
 
-    /// Reserves memory for this many messages of `bytes` bytes that other stages have not received
-    /// yet.
+    /// Reserves memory for `messages` messages of `bytes` bytes that other stages have not received yet.
     pub fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<()> {
         Ok(self.pipeline.reserve_sends(messages, bytes)?)
     }
@@ -356,8 +354,8 @@ impl ModelParallel {
         &self.tensor
     }
 
-    /// Returns the group of the first and the last stage if both have a tied head, whose gradient is the
-    /// sum of theirs.
+    /// Returns the group of the first and the last stage if the model has a tied head. The head's gradient is the sum
+    /// of both stages' gradients.
     pub fn tied_head(&self) -> Option<&Group> {
         self.tied_head.as_ref()
     }
@@ -391,7 +389,7 @@ mod tests {
         };
         let learned = |vocabulary| ModelConfig { moh: Some(moh.clone()), ..config(9, vocabulary) };
         let part = |config: &ModelConfig| ModelPart::divide(config, 3, 1).unwrap().swap_remove(2);
-        // Where the head is nearly as large as some blocks, a router's matrices change how many the last stage has.
+        // At some vocabulary sizes, a router's matrices change the number of blocks of the last stage.
         let vocabulary = (1..4000).find(|&v| part(&config(9, v)) != part(&learned(v))).unwrap();
         let model = learned(vocabulary);
         let of_model = ModelParallel { part: part(&model), ..ModelParallel::whole(&model) };

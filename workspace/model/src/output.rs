@@ -1,4 +1,4 @@
-//! What a model computes of whole sequences: logits, and the heads that each token used.
+//! A model's output for whole sequences: logits, and the heads that each token used.
 
 use moh_kernels::{Backend, Element};
 
@@ -15,20 +15,19 @@ pub struct ModelOutput {
     pub vocab_size: usize,
     /// `[batch, length, vocab_size]`.
     pub logits: Vec<f32>,
-    /// For each layer `[batch, length, routed heads]`, 1 where the token selected the head; empty
-    /// for a dense layer. The routed heads are those that are not shared, in ascending order
-    /// ([`ModelOutput::heads`]).
+    /// For each layer `[batch, length, routed heads]`, 1 where the token selected the head; empty for a dense layer.
+    /// The routed heads are the heads that are not shared, in ascending order ([`ModelOutput::heads`]).
     pub routed_mask: Vec<Vec<u8>>,
-    /// The shared heads of each layer, and how many routed ones a token selects.
+    /// The shared heads of each layer, and the number of routed heads that a token selects.
     pub heads: Vec<LayerHeads>,
 }
 
 impl ModelOutput {
-    /// Returns the query heads of `layer` that the token at `position` used, in ascending order: the shared
-    /// heads and those it selected, or all heads of a dense layer.
+    /// Returns the query heads of `layer` that the token at `position` used, in ascending order: shared and selected
+    /// heads, or all heads of a dense layer.
     ///
     /// # Panics
-    /// Panics for a layer, sequence or position beyond those computed.
+    /// Panics if the layer, sequence or position was not computed.
     pub fn active_heads(&self, layer: usize, sequence: usize, position: usize) -> Vec<usize> {
         let (mask, shared) = (&self.routed_mask[layer], self.heads[layer].shared);
         let routed = mask.len() / (self.batch * self.length);
@@ -41,12 +40,12 @@ impl ModelOutput {
 }
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// Runs the model on sequences of token ids of equal length. Buffers are allocated for this
-    /// call; a [`crate::Generator`] keeps them, and the keys and values of its tokens.
+    /// Runs the model on sequences of token ids of equal length. Each call allocates its buffers; a
+    /// [`crate::Generator`] keeps its buffers, and the keys and values of its tokens.
     ///
     /// # Errors
-    /// Fails for sequences that differ in length, are empty or exceed the model's positions, for an
-    /// id outside the vocabulary, if the device is out of memory, and for a part of a model.
+    /// Fails if the sequences differ in length, are empty or exceed the model's positions, or have an id outside the
+    /// vocabulary. Also fails if the device is out of memory, or if the model is a part.
     pub fn run(&mut self, ids: &[Vec<u32>]) -> Result<ModelOutput> {
         let (batch, length) = (ids.len(), ids.first().map_or(0, Vec::len));
         if let Some(sequence) = ids.iter().position(|row| row.len() != length) {

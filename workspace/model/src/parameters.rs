@@ -1,7 +1,7 @@
 //! Flat buffers on a device: a model's weights, or its gradients, remainders or moments.
 //!
-//! Data ranks shard the optimiser's state (ZeRO-1): each has its local [`Shard`] of every flat
-//! buffer of it. A buffer is taken out while a collective uses it, and put back afterwards.
+//! Data ranks shard the optimiser's state (ZeRO-1): each rank has its local [`Shard`] of every flat buffer. A buffer is
+//! taken out while a collective uses it, and put back afterwards.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use moh_kernels::{Accumulation, Element, Memory, Scalar, View, ViewMut};
 use crate::slice::SliceRun;
 use crate::{Error, ModelLayout, Result, Segment};
 
-/// Most elements that are converted at a time: a tensor of gigabytes has no second copy on the host.
+/// Maximum elements that are converted at a time: a tensor of gigabytes has no second copy on the host.
 const UPLOAD: usize = 1 << 20;
 
 /// One of the equal shards of every flat buffer.
@@ -24,7 +24,7 @@ const UPLOAD: usize = 1 << 20;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shard {
-    /// Its index.
+    /// The shard's index.
     pub rank: usize,
     /// The number of shards.
     pub size: usize,
@@ -39,24 +39,24 @@ impl Shard {
         Shard { rank: group.rank(), size: group.size() }
     }
 
-    /// Its range in a buffer of `len` elements, a multiple of the number of shards.
+    /// Returns the shard's range in a buffer of `len` elements, a multiple of the number of shards.
     pub fn range(&self, len: usize) -> Range<usize> {
         let part = len / self.size;
         self.rank * part..(self.rank + 1) * part
     }
 }
 
-/// Where the parameters of a layer are: a range of one flat buffer.
+/// The location of a layer's parameters: a range of one flat buffer.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Hash)]
 pub struct ParameterRange {
     /// The index of the buffer.
     pub buffer: usize,
-    /// The elements in it.
+    /// The elements in the buffer.
     pub range: Range<usize>,
 }
 
 impl ParameterRange {
-    /// Returns the range of adjacent ranges, in order.
+    /// Returns the range that joins adjacent ranges, given in order.
     pub fn joined(parts: impl IntoIterator<Item = Self>) -> Self {
         let join = |a: Self, b: Self| ParameterRange { range: a.range.start..b.range.end, ..a };
         parts.into_iter().reduce(join).unwrap_or_default()
@@ -73,8 +73,8 @@ fn taken(flat: usize) -> ! {
     panic!("buffer {flat} is used while a collective has it")
 }
 
-/// One device buffer for each [`crate::layout::FlatLayout`] of a model, or a shard of each.
-/// A buffer that is taken out for a collective cannot be used: methods panic for it.
+/// One device buffer for each [`crate::layout::FlatLayout`] of a model, or a shard of each buffer. Methods panic for a
+/// buffer that is taken out for a collective.
 pub struct FlatBuffers<B: Memory, S: Scalar> {
     /// `None` while a buffer is taken out.
     buffers: Vec<Option<B::Buffer<S>>>,
@@ -83,7 +83,7 @@ pub struct FlatBuffers<B: Memory, S: Scalar> {
     shard: Shard,
 }
 
-/// A callback that receives the buffers and the index of one of them.
+/// A callback that receives all buffers and the index of one buffer.
 pub type OnBuffer<'a, B, S> = &'a mut dyn FnMut(&mut FlatBuffers<B, S>, usize) -> Result<()>;
 
 impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
@@ -92,7 +92,7 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         Self::zeros_of(backend, layout, Shard::WHOLE)
     }
 
-    /// Allocates a shard of each buffer, of zeros.
+    /// Allocates a shard of zeros of each buffer.
     pub fn zeros_of(backend: &B, layout: &ModelLayout, shard: Shard) -> Result<Self> {
         let buffers = (layout.flats.iter())
             .map(|flat| Ok(Some(backend.allocate(shard.range(flat.len).len())?)))
@@ -127,12 +127,12 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         self.shard.range(B::len(self.flat(flat)) * self.shard.size)
     }
 
-    /// One buffer, or the local shard of it.
+    /// Returns one buffer, or its local shard.
     pub fn flat(&self, flat: usize) -> &B::Buffer<S> {
         self.buffers[flat].as_ref().unwrap_or_else(|| taken(flat))
     }
 
-    /// One mutable buffer, or the local shard of it.
+    /// Returns one mutable buffer, or its local shard.
     pub fn flat_mut(&mut self, flat: usize) -> &mut B::Buffer<S> {
         self.buffers[flat].as_mut().unwrap_or_else(|| taken(flat))
     }
@@ -147,9 +147,8 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         self.buffers[flat] = Some(buffer);
     }
 
-    /// Fills what `shard` has of every tensor, within the local shard. `source` writes a range of
-    /// the elements of the local slice of a tensor of a buffer, and `number` converts each to the
-    /// element type.
+    /// Fills the elements of `shard` of every tensor, within the local shard. `source` writes a range of the elements
+    /// of a tensor's local slice, and `number` converts each element to the element type.
     pub fn fill_shard<E: From<Error>>(
         &mut self,
         backend: &B,
@@ -186,9 +185,8 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
             .try_for_each(|flat| Ok(backend.zero(B::whole_mut(self.flat_mut(flat)))?))
     }
 
-    /// Marks all buffers as stale at the start of a step: the next gradient overwrites them, which
-    /// saves a pass over memory that zeroes them. Until [`Self::mark_written`] only a backward pass
-    /// may use them; padding does not change.
+    /// Marks all buffers as stale at the start of a step: the next gradient overwrites them, which saves a pass over
+    /// memory to zero them. Until [`Self::mark_written`] only a backward pass may use them. Padding does not change.
     pub fn mark_stale(&mut self) {
         self.stale.fill(true);
     }
@@ -198,7 +196,7 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         if self.stale[flat] { Accumulation::Overwrite } else { Accumulation::Add }
     }
 
-    /// Marks a buffer as written: none of its elements are stale.
+    /// Marks a buffer as written: its elements are not stale.
     pub fn mark_written(&mut self, flat: usize) {
         self.stale[flat] = false;
     }
@@ -222,8 +220,8 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
 }
 
 impl<B: Memory, T: Element> FlatBuffers<B, T> {
-    /// Fills the local slice of every tensor with the values that `source` writes of the whole
-    /// tensor, rounded to `T`. `source` is not called for tensors without a local slice.
+    /// Fills the local slice of every tensor with values of `source`, rounded to `T`. `source` writes the values of the
+    /// whole tensor; it is not called for tensors without a local slice.
     pub fn fill<E: From<Error>>(
         &mut self,
         backend: &B,

@@ -9,15 +9,15 @@ use moh_kernels::{Element, QkvShape, WorkingSet};
 use crate::model_parallel::{ModelPart, TensorShare, TokenShare};
 use crate::{ModelConfig, ModelLayout, PassShape, Result, router};
 
-/// What a model's passes are in distillation.
+/// The role of a model's passes in distillation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PassRole {
-    /// There is none.
+    /// No distillation.
     #[default]
     Alone,
-    /// Those of the model that learns: its loss has a [`Teacher`](crate::Teacher).
+    /// Passes of the model that learns: its loss has a [`Teacher`](crate::Teacher).
     Student,
-    /// Those of the teacher, which has no backward pass and no loss of its own.
+    /// Passes of the teacher, without a backward pass or a loss of their own.
     Teacher,
 }
 
@@ -34,8 +34,7 @@ pub struct PassSizes<'a> {
 }
 
 impl<'a> PassSizes<'a> {
-    /// Returns the sizes for the part whose tensors are those of `layout`, of the model that `config`
-    /// describes.
+    /// Returns the sizes for the part with the tensors of `layout`, of the model that `config` describes.
     pub fn new(
         config: &'a ModelConfig,
         layout: &ModelLayout,
@@ -53,15 +52,15 @@ impl<'a> PassSizes<'a> {
         PassSizes { role, ..self }
     }
 
-    /// Returns the same part with another pass shape, alone.
+    /// Returns the sizes of the same part with another pass shape, without distillation.
     pub fn of_pass(self, pass: PassShape) -> Self {
         let (tokens, role) = (pass.tokens(), PassRole::Alone);
         let routing = self.routing.map(|routing| RoutingShape { tokens, ..routing });
         PassSizes { pass, role, routing, ..self }
     }
 
-    /// Returns the bytes of a message to another stage: the local residual stream, or its gradient, in elements
-    /// of type `T`.
+    /// Returns the bytes of a message to another stage: the local residual stream or its gradient, with elements of
+    /// type `T`.
     pub fn message_bytes<T: Element>(&self) -> usize {
         self.stream() * size_of::<T>()
     }
@@ -74,18 +73,18 @@ impl<'a> PassSizes<'a> {
         self.pass.tokens()
     }
 
-    /// Returns the tokens whose residual stream is local.
+    /// Returns the share of tokens with a local residual stream.
     pub(crate) fn token_share(&self) -> TokenShare {
         self.share().tokens(self.tokens())
     }
 
-    /// Returns the elements of the residual stream in one rank's share of the tokens.
+    /// Returns the number of elements of the residual stream in one rank's share of the tokens.
     pub(crate) fn stream(&self) -> usize {
         self.token_share().per_rank * self.config.hidden_size
     }
 
-    /// Returns the elements of the copy of queries, keys and values that attention reads, where they are not rotated in
-    /// place.
+    /// Returns the number of elements of the copy of queries, keys and values that attention reads; 0 where they are
+    /// rotated in place.
     pub(crate) fn rotated(&self) -> usize {
         let copied = self.config.architecture.norms_queries_and_keys();
         if copied { self.tokens() * self.qkv().row() } else { 0 }

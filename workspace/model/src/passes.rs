@@ -16,7 +16,7 @@ use crate::{AuxiliaryLoss, Error, Result, StepSums};
 const FORWARD: u32 = 3;
 const BACKWARD: u32 = 4;
 
-/// What a forward pass through a chunk reads and writes.
+/// The buffers of a forward pass through a chunk.
 pub(crate) struct ForwardBuffers<'a, B: Backend, T: Element> {
     pub ids: &'a B::Buffer<u32>,
     pub tokens: Tokens<'a, B>,
@@ -25,13 +25,13 @@ pub(crate) struct ForwardBuffers<'a, B: Backend, T: Element> {
     pub head: &'a mut HeadBuffers<B, T>,
 }
 
-/// The statistics to which the routings of a micro-batch's first tokens are added, and the number of these tokens: of
-/// this rank's layers, on tensor rank 0 alone.
+/// The statistics that record the routings of a micro-batch's first tokens, and the number of these tokens. They record
+/// this rank's layers, on tensor rank 0 only.
 pub type OnRouting<'a> = Option<(&'a mut RoutingStatistics, usize)>;
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// Returns the forward pass of one micro-batch up to the final norm, through all chunks of this rank's
-    /// part; adds the auxiliary losses to `sums`.
+    /// Computes the forward pass of one micro-batch up to the final norm, through all chunks of this rank's part. Adds
+    /// the auxiliary losses to `sums`.
     ///
     /// # Errors
     /// Fails for a token id outside the vocabulary, and if the device or another rank fails.
@@ -60,9 +60,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         })
     }
 
-    /// Returns the forward pass through one chunk, after that of the teacher if there is one ([`Model::teach_chunk`]).
-    /// Receives its input from the previous stage and sends its output to the next. `before_use` is called with the
-    /// weights before each buffer of them is used, and may wait for it.
+    /// Computes the forward pass through one chunk, after the teacher's if there is a teacher ([`Model::teach_chunk`]).
+    /// Receives its input from the previous stage and sends its output to the next stage. Calls `before_use` with the
+    /// weights before it uses each of their buffers; `before_use` may wait for the buffer.
     pub fn forward_chunk(
         &mut self,
         activations: &mut Activations<B, T>,
@@ -96,7 +96,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.end_chunk(&mut buffers, slot.chunk, before_use)
     }
 
-    /// Returns the forward pass of a teacher through one chunk, without losses.
+    /// Computes the forward pass of a teacher through one chunk, without losses.
     pub(crate) fn forward_frozen(
         &mut self,
         mut buffers: ForwardBuffers<'_, B, T>,
@@ -110,7 +110,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.end_chunk(&mut buffers, chunk, ready)
     }
 
-    /// Returns the input of a chunk: the embedding, or what the previous stage sends.
+    /// Computes the input of a chunk: embeds the tokens, or receives the previous stage's output.
     fn begin_chunk(
         &mut self,
         buffers: &mut ForwardBuffers<'_, B, T>,
@@ -128,7 +128,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(parallel.pipeline.recv::<B, T>(input, parallel.previous(), FORWARD)?)
     }
 
-    /// Block `layer`, at `index` of its chunk.
+    /// Computes block `layer`, at `index` of its chunk.
     fn forward_block(
         &mut self,
         buffers: &mut ForwardBuffers<'_, B, T>,
@@ -144,7 +144,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.layers.blocks[layer].forward(&cx, before, buffers, None, after)
     }
 
-    /// Returns the output of a chunk, which the final norm reads, or the next stage.
+    /// Norms the output of the last chunk, or sends the output to the next stage.
     fn end_chunk(
         &mut self,
         buffers: &mut ForwardBuffers<'_, B, T>,
@@ -164,8 +164,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(parallel.pipeline.send::<B, T>(output, parallel.next(), FORWARD)?)
     }
 
-    /// On the stage with the head, adds the cross-entropy of the uploaded micro-batch to `sums`,
-    /// without gradients.
+    /// Adds the cross-entropy of the uploaded micro-batch to `sums`, on the stage with the head, without gradients.
     pub fn evaluate(
         &mut self,
         activations: &mut Activations<B, T>,
@@ -191,7 +190,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.layers.head.loss(&self.context(Tokens::whole(*shape)), pass)
     }
 
-    /// Forward and backward over the uploaded micro-batch: adds its losses to `sums` and its
+    /// Computes the forward and backward pass over the uploaded micro-batch. Adds its losses to `sums` and its
     /// gradients to `gradients`.
     pub fn forward_backward<G: Element>(
         &mut self,
@@ -207,11 +206,12 @@ impl<B: Backend, T: Element> Model<B, T> {
         })
     }
 
-    /// Returns the backward pass through one chunk, after its forward pass; receives its gradient from the
-    /// next stage and sends one to the previous. Adds the cross-entropy to `sums` and the gradients
-    /// to `gradients`, where they overwrite stale buffers ([`FlatBuffers::mark_stale`]). `complete`
-    /// is given with a step's last micro-batch: it is called with the gradients as soon as a buffer
-    /// of this rank is complete. Each of the two stages of a tied head completes its own
+    /// Computes the backward pass through one chunk, after its forward pass. Receives its gradient from the next stage
+    /// and sends a gradient to the previous stage. Adds the cross-entropy to `sums` and the gradients to `gradients`,
+    /// where they overwrite stale buffers ([`FlatBuffers::mark_stale`]).
+    ///
+    /// Callers pass `complete` with a step's last micro-batch: it is called with the gradients as soon as a buffer of
+    /// this rank is complete. Both stages with a tied head complete their own buffer of it
     /// ([`ModelParallel::tied_head`](crate::model_parallel::ModelParallel::tied_head)).
     pub fn backward_chunk<G: Element>(
         &self,
@@ -280,8 +280,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.complete(cx.gradients, ModelLayout::EMBEDDING, &mut complete)
     }
 
-    /// Passes on a buffer whose gradients are complete on this rank, those of replicated tensors summed over the
-    /// tensor-parallel ranks.
+    /// Calls `complete` for a buffer with complete gradients on this rank. Before, sums the gradients of replicated
+    /// tensors over the tensor-parallel ranks.
     fn complete<G: Element>(
         &self,
         gradients: &mut FlatBuffers<B, G>,

@@ -4,7 +4,7 @@ use std::f64::consts::TAU;
 
 use crate::{Llama3Scaling, RopeConfig, RopeScaling, YarnScaling};
 
-/// Frequencies of the `head_dim / 2` pairs, in radians per position.
+/// Returns the frequencies of the `head_dim / 2` pairs, in radians per position.
 pub fn frequencies(rope: &RopeConfig, head_dim: usize) -> Vec<f64> {
     let frequency = |pair: usize| rope.theta.powf(-(2.0 * pair as f64) / head_dim as f64);
     let frequencies = (0..head_dim / 2).map(frequency);
@@ -21,8 +21,8 @@ pub fn frequencies(rope: &RopeConfig, head_dim: usize) -> Vec<f64> {
     }
 }
 
-/// Returns the pairs, as fractions of them, below which YaRN keeps frequencies and above which it divides them (section
-/// 3.2 of the paper, by numbers of turns within the original length).
+/// Returns the two pairs, as fractions, between which YaRN interpolates (section 3.2 of the paper, by turns within the
+/// original length). YaRN keeps the frequencies of pairs below the first, and divides the frequencies above the second.
 fn interpolated_pairs(yarn: &YarnScaling, theta: f64, head_dim: usize) -> [f64; 2] {
     let original = yarn.original_max_position_embeddings as f64;
     let pair = |turns: f64| head_dim as f64 * (original / (turns * TAU)).ln() / (2.0 * theta.ln());
@@ -31,17 +31,17 @@ fn interpolated_pairs(yarn: &YarnScaling, theta: f64, head_dim: usize) -> [f64; 
         (low, high) = (low.floor(), high.ceil());
     }
     (low, high) = (low.max(0.0), high.min(head_dim as f64 - 1.0));
-    // As transformers does where both are the same.
+    // As transformers does where both pairs are the same.
     [low, if low == high { high + 0.001 } else { high }]
 }
 
-/// `share` of a frequency, and the rest of it divided by `factor`.
+/// Returns `share` of a frequency, plus the rest of the frequency divided by `factor`.
 fn blended(frequency: f64, factor: f64, share: f64) -> f64 {
     (1.0 - share) * frequency / factor + share * frequency
 }
 
-/// Llama 3.1's scaling: long wavelengths are multiplied by `factor`, short ones are unchanged, and
-/// those in between are interpolated.
+/// Returns a frequency with Llama 3.1's scaling: long wavelengths are multiplied by `factor`, short wavelengths are
+/// unchanged, and wavelengths in between are interpolated.
 fn scaled(frequency: f64, scaling: &Llama3Scaling) -> f64 {
     let original = scaling.original_max_position_embeddings as f64;
     let turns = original * frequency / TAU;
@@ -56,7 +56,7 @@ fn scaled(frequency: f64, scaling: &Llama3Scaling) -> f64 {
     }
 }
 
-/// Cosines and sines of positions 0 and up, `[positions, head_dim / 2]` each.
+/// Returns the cosines and sines of positions 0 and up, `[positions, head_dim / 2]` each.
 pub fn table(rope: &RopeConfig, head_dim: usize, positions: usize) -> (Vec<f32>, Vec<f32>) {
     let frequencies = frequencies(rope, head_dim);
     let angles =

@@ -1,8 +1,8 @@
-//! Selects the next token from its logits: the most likely token, or a sample from their softmax,
-//! over all tokens or only the most likely ones (top-k, top-p, min-p), with biases and penalties of tokens.
+//! Selects the next token from its logits: the most likely token, or a sample from their softmax. The sample is over
+//! all tokens or only the most likely tokens (top-k, top-p, min-p), with biases and penalties of tokens.
 //!
-//! A sampler knows the tokens so far and the random numbers; a device chooses the token ([`moh_kernels::sampling`]). On the
-//! CPU it is, with the same seed and without top-k, that of candle's `LogitsProcessor`.
+//! A sampler stores the tokens so far and the random numbers. A device chooses the token ([`moh_kernels::sampling`]).
+//! On the CPU without top-k, the token is the choice of candle's `LogitsProcessor` with the same seed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -35,45 +35,45 @@ pub struct Sampler {
     sampling: Sampling,
     vocab_size: usize,
     prompt: BTreeSet<u32>,
-    /// How often each token was selected.
+    /// The number of times that each token was selected.
     selected: BTreeMap<u32, u32>,
 }
 
-/// How tokens are sampled; by default greedily. Biases come first, then penalties, the temperature, and the limits in
+/// The settings of a sampler; greedy by default. Biases apply first, then penalties, the temperature, and the limits in
 /// the order `min_p`, `top_k`, `top_p`, as in vLLM.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Sampling {
-    /// Divides the logits; 0 selects the most likely token, the first of equal ones.
+    /// Divides the logits; 0 selects the most likely token, the first of equally likely tokens.
     pub temperature: f64,
-    /// Samples from this many most likely tokens only.
+    /// Samples only from this many most likely tokens.
     pub top_k: Option<usize>,
-    /// Samples from the smallest set of the most likely tokens whose probabilities, among those of
-    /// `top_k`, sum to at least this.
+    /// Samples from the smallest set of the most likely tokens with a total probability of at least this share. Only
+    /// the tokens of `top_k` count.
     pub top_p: Option<f64>,
-    /// Samples from tokens with at least this share of the likeliest one's probability only (min-p, arXiv
+    /// Samples only from tokens with at least this share of the likeliest token's probability (min-p, arXiv
     /// 2407.01082).
     pub min_p: Option<f64>,
-    /// Divides the positive logits of tokens that occur in the prompt or were selected, and multiplies their
-    /// negative ones (arXiv 1909.05858); above 1 it avoids them.
+    /// Divides the positive logits of tokens that occur in the prompt or were selected, and multiplies their negative
+    /// logits (arXiv 1909.05858). A penalty above 1 avoids these tokens.
     pub repetition_penalty: Option<f64>,
     /// Subtracted from the logits of tokens that were selected.
     pub presence_penalty: f64,
-    /// Subtracted from the logit of a token for each time that it was selected.
+    /// Subtracted from a token's logit for each time that the token was selected.
     pub frequency_penalty: f64,
     /// Added to the logits of these tokens.
     pub logit_bias: Vec<(u32, f32)>,
 }
 
 impl Sampler {
-    /// Only ids below `vocab_size`, the tokenizer's, are selected: never rows that pad the
-    /// vocabulary.
+    /// Creates a sampler that selects only ids below `vocab_size`, the tokenizer's number of ids, and so never rows
+    /// that pad the vocabulary.
     pub fn new(seed: u64, sampling: Sampling, vocab_size: usize) -> Self {
         let random = StdRng::seed_from_u64(seed);
         let (prompt, selected) = (BTreeSet::new(), BTreeMap::new());
         Sampler { random, sampling, vocab_size, prompt, selected }
     }
 
-    /// Returns the same, after a prompt, whose tokens the repetition penalty counts.
+    /// Sets the prompt; the repetition penalty counts its tokens.
     pub fn after(self, prompt: &[u32]) -> Self {
         Sampler { prompt: prompt.iter().copied().collect(), ..self }
     }
@@ -86,7 +86,7 @@ impl Sampler {
     /// Selects the next token.
     ///
     /// # Errors
-    /// Fails if a logit is not a number or infinite, but for -infinity.
+    /// Fails without logits, and if a logit is NaN or infinite, except -infinity.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32> {
         let known = logits.len().min(self.vocab_size);
         if known == 0 {
@@ -99,7 +99,7 @@ impl Sampler {
         Ok(chosen.token)
     }
 
-    /// How a device chooses the next token, which [`Self::select`] is then told.
+    /// Returns the choice of the next token for a device. The caller passes the chosen token to [`Self::select`].
     pub fn next_token(&mut self) -> RowToken {
         let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
         let is_random = temperature > 0.0;
@@ -113,12 +113,12 @@ impl Sampler {
         })
     }
 
-    /// The next token is this one.
+    /// Records the next token.
     pub fn select(&mut self, token: u32) {
         *self.selected.entry(token).or_default() += 1;
     }
 
-    /// Biases and penalties of tokens.
+    /// Returns the biases and penalties of tokens.
     fn changes(&self) -> Vec<LogitChange> {
         let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } =
             self.sampling;
@@ -148,7 +148,7 @@ impl Sampler {
     }
 }
 
-/// Returns a number in [0, 1) of 23 random bits, as `rand` makes it.
+/// Returns a number in [0, 1) of 23 random bits, as `rand` does.
 fn unit(bits: u32) -> f32 {
     (bits >> 9) as f32 / (1u32 << 23) as f32
 }
@@ -160,7 +160,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns the logits that spread, with equal ones among them.
+    /// Returns spread logits, some of them equal.
     fn logits(count: usize, step: usize) -> Vec<f32> {
         (0..count).map(|i| ((i * 7919 + step * 104_729) % 257) as f32 / 31.0 - 4.0).collect()
     }
@@ -212,12 +212,12 @@ mod tests {
         let logits = [3f32, 4.0, 1.0, 3.0, 4.0, 1.0].map(f32::ln);
         let with = |top_k, top_p| selected(ours(1.0, top_k, top_p), &logits);
         assert_eq!(with(Some(2), None), [1, 4]);
-        // Of equal tokens the first.
+        // The first of equal tokens.
         assert_eq!(with(Some(1), None), [1]);
         assert_eq!(with(Some(3), None), [0, 1, 4]);
         assert_eq!(with(Some(6), None), [0, 1, 2, 3, 4, 5]);
         assert_eq!(with(Some(0), None), [0, 1, 2, 3, 4, 5], "0 disables it, as in transformers");
-        // Of all tokens 1 and 4 are half, and 0 more; of the first three they are 8/11.
+        // Tokens 1 and 4 have half of the probability, and 8/11 of the probability of the first three tokens.
         assert_eq!(with(None, Some(0.6)), [0, 1, 4]);
         assert_eq!(with(Some(3), Some(0.6)), [1, 4]);
         assert_eq!(with(Some(3), Some(0.8)), [0, 1, 4]);
@@ -235,7 +235,7 @@ mod tests {
         assert_eq!(with(0.5, None, None), [0, 1, 3, 4]);
         assert_eq!(with(0.0, None, None), [0, 1, 2, 3, 4, 5]);
         assert_eq!(with(0.75, Some(2), None), [0, 1]);
-        // Of these three tokens the likeliest has 0.4, and the first of the others 0.3.
+        // Of the probability of these three tokens the likeliest has 0.4, and the next 0.3.
         assert_eq!(with(0.75, None, Some(0.5)), [0, 1]);
     }
 
@@ -250,12 +250,12 @@ mod tests {
         assert_eq!(all(default(), &[1], 3), [1, 1, 1]);
         let logit_bias = vec![(2, 4.0), (77, 9.0)];
         assert_eq!(all(Sampling { logit_bias, ..default() }, &[], 2), [2, 2]);
-        // 2 / 1.5 is less than 1.9, whose own third is less than the other's.
+        // 2 / 1.5 is less than 1.9, and 1.9 / 1.5 is less than 2 / 1.5.
         let repetition = |penalty| Sampling { repetition_penalty: Some(penalty), ..default() };
         assert_eq!(all(repetition(1.5), &[], 4), [1, 3, 1, 1]);
         assert_eq!(all(repetition(1.5), &[1], 2), [3, 1]);
         assert_eq!(all(repetition(1.5), &[0, 1, 2, 3], 2), [1, 1]);
-        // Once for all selections, and for each of them.
+        // The presence penalty counts once for all selections, the frequency penalty once for each.
         let presence = Sampling { presence_penalty: 0.5, ..default() };
         assert_eq!(all(presence, &[1], 4), [1, 3, 1, 1]);
         let frequency = Sampling { frequency_penalty: 0.5, ..default() };

@@ -1,4 +1,4 @@
-//! The shared heads of every layer: the first ones, as in the paper's models, or a set for each layer.
+//! The shared heads of every layer: the first heads, as in the paper's models, or a set for each layer.
 
 use std::fmt;
 
@@ -26,25 +26,25 @@ pub enum SharedHeadSets {
     Sets(Vec<SharedHeads>),
 }
 
-/// How a conversion by measurement comes to the shared heads; the names are those in recipes.
+/// The choice of shared heads in a conversion by measurement, by its names in recipes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SharedChoice {
-    /// As many as are given, chosen by measurement.
+    /// Measurement chooses the shared heads; their number is given.
     #[default]
     Calibrated,
-    /// Chosen by measurement, their number too; as many heads are active as are given.
+    /// Measurement chooses the shared heads and their number; the number of active heads is given.
     CalibratedNumber,
-    /// The given ones.
+    /// The shared heads are given.
     Given,
 }
 
 impl SharedHeadSets {
-    /// These heads of each layer, in any order.
+    /// Returns the given sets of heads, one for each layer, with heads in any order.
     ///
     /// # Errors
-    /// Fails if a layer names a head twice, or one that is 256 or more heads after the first that it
-    /// leaves out; the message names the layer, from 0.
+    /// Fails if a layer names a head twice. Also fails if a layer names a head that is 256 or more heads after its
+    /// first head that is not shared. The message names the layer, from 0.
     pub fn from_ids(layers: &[Vec<usize>]) -> Result<Self> {
         let of_layer = |(layer, heads): (usize, &Vec<usize>)| {
             let refuse = |reason: String| Error::Invalid(reason);
@@ -62,7 +62,7 @@ impl SharedHeadSets {
         layers.iter().enumerate().map(of_layer).collect()
     }
 
-    /// Returns the shared heads of layer `layer`, from 0; none of a layer that a list lacks, which
+    /// Returns the shared heads of layer `layer`, from 0. Returns no heads if a list lacks the layer, which
     /// [`MohConfig::validate`](crate::MohConfig::validate) rejects.
     pub fn of_layer(&self, layer: usize) -> SharedHeads {
         match self {
@@ -79,8 +79,7 @@ impl SharedHeadSets {
         }
     }
 
-    /// Returns the shared heads of each layer in ascending order; `None` if they are the first ones of all
-    /// layers.
+    /// Returns the shared heads of each layer in ascending order; `None` if every layer shares its first heads.
     pub fn ids(&self) -> Option<Vec<Vec<usize>>> {
         match self {
             SharedHeadSets::Sets(sets) if !self.are_first() => {
@@ -127,7 +126,7 @@ impl PartialEq for SharedHeadSets {
 
 impl Eq for SharedHeadSets {}
 
-/// The number of shared heads, or the smallest and the largest one: `8`, `4-8`.
+/// Shows the number of shared heads, or the smallest and the largest number: `8`, `4-8`.
 impl fmt::Display for SharedHeadSets {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.counts().fmt(f)

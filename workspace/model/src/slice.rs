@@ -33,7 +33,7 @@ pub struct SliceRun {
 }
 
 impl Slice {
-    /// Returns the whole tensor.
+    /// Returns the slice that is the whole tensor.
     pub fn whole(shape: Vec<usize>) -> Self {
         let every = |&extent: &usize| std::iter::once(0..extent).collect();
         let indices = shape.iter().map(every).collect();
@@ -76,7 +76,7 @@ impl Slice {
         self.indices.iter().map(|ranges| ranges.iter().map(Range::len).sum()).collect()
     }
 
-    /// Returns the elements of the slice.
+    /// Returns the number of elements of the slice.
     pub fn len(&self) -> usize {
         self.extents().iter().product()
     }
@@ -86,7 +86,7 @@ impl Slice {
         self.len() == 0
     }
 
-    /// Returns whether it is the whole tensor.
+    /// Returns whether the slice is the whole tensor.
     pub fn is_whole(&self) -> bool {
         self.extents() == self.shape
     }
@@ -115,18 +115,18 @@ impl Slice {
     }
 }
 
-/// Elements that two ranges of slices of one tensor have in common, contiguous in both.
+/// Elements, contiguous in both, that ranges of two slices of one tensor have in common.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Common {
-    /// Offset of the first element in the one slice.
+    /// Offset of the first element in the first slice.
     pub ours: usize,
-    /// Offset of the first element in the other.
+    /// Offset of the first element in the second slice.
     pub theirs: usize,
     /// Number of elements.
     pub len: usize,
 }
 
-/// Returns the elements that are in both of these runs of slices of one tensor, in order.
+/// Returns the elements that two lists of runs of slices of one tensor have in common, in order.
 pub fn common(ours: &[SliceRun], theirs: &[SliceRun]) -> Vec<Common> {
     let (mut ours, mut theirs) = (ours.iter().peekable(), theirs.iter().peekable());
     let mut found = Vec::new();
@@ -138,7 +138,7 @@ pub fn common(ours: &[SliceRun], theirs: &[SliceRun]) -> Vec<Common> {
             let (ours, theirs) = (a.local + start - a.whole, b.local + start - b.whole);
             found.push(Common { ours, theirs, len: end - start });
         }
-        // Runs are ascending: the one that ends first has nothing in common with what follows.
+        // Runs are ascending: the run that ends first has nothing in common with later runs.
         match a_end <= b_end {
             true => ours.next(),
             false => theirs.next(),
@@ -147,7 +147,7 @@ pub fn common(ours: &[SliceRun], theirs: &[SliceRun]) -> Vec<Common> {
     found
 }
 
-/// Appends a run, merging it with the last one if they are contiguous.
+/// Appends a run, merging it with the last run if they are contiguous.
 fn push(runs: &mut Vec<SliceRun>, run: SliceRun) {
     match runs.last_mut() {
         Some(last) if last.whole + last.len == run.whole => last.len += run.len,
@@ -155,7 +155,7 @@ fn push(runs: &mut Vec<SliceRun>, run: SliceRun) {
     }
 }
 
-/// Returns the tensor's row, with all dimensions but the last flattened, that is row `row` of the slice.
+/// Returns the tensor's row for row `row` of the slice, with all dimensions except the last flattened.
 fn row(dimensions: &[Vec<Range<usize>>], shape: &[usize], mut row: usize) -> usize {
     let (mut found, mut stride) = (0, 1);
     for (ranges, &extent) in dimensions.iter().zip(shape).rev() {
@@ -182,7 +182,7 @@ fn index(ranges: &[Range<usize>], mut number: usize) -> usize {
 mod tests {
     use super::*;
 
-    /// Returns the elements whose values are their positions.
+    /// Returns elements with their positions as values.
     fn values(shape: &[usize]) -> Vec<usize> {
         (0..shape.iter().product()).collect()
     }

@@ -28,7 +28,8 @@ pub struct StepSums<B: Memory>(B::Buffer<f64>);
 pub struct Sums {
     /// Cross-entropy of the targets, in nats.
     pub cross_entropy: f64,
-    /// The auxiliary losses, each summed over what it is a mean of: balance over micro-batches, distillation over targets.
+    /// The auxiliary losses, each summed over the terms of its mean: micro-batches for balance, targets for
+    /// distillation.
     pub auxiliary: AuxiliaryLosses<f64>,
     /// Squared gradients.
     pub squared_norm: f64,
@@ -45,7 +46,7 @@ impl<B: Memory> StepSums<B> {
         Ok(backend.zero(B::whole_mut(&mut self.0))?)
     }
 
-    /// Returns the cross-entropy, `[1]`, and with a teacher the distillation loss, `[2]`.
+    /// Returns the mutable cross-entropy, `[1]`, or with a teacher the cross-entropy and the distillation loss, `[2]`.
     pub(crate) fn of_head(&mut self, has_teacher: bool) -> B::ViewMut<'_, f64> {
         let end = if has_teacher { DISTILLATION + 1 } else { CROSS_ENTROPY + 1 };
         B::view_mut(&mut self.0, CROSS_ENTROPY..end)

@@ -1,9 +1,9 @@
-//! Distillation: a frozen model, the teacher, runs on the same micro-batches as the model that is trained, and the head
-//! of the latter learns the teacher's distribution over the vocabulary beside the targets.
+//! Distillation: a frozen model, the teacher, runs on the same micro-batches as the trained model, the student. The
+//! student's head learns the teacher's distribution over the vocabulary in addition to the targets.
 //!
-//! A chunk of the teacher runs just before the same chunk of the student, on the same ranks: so it follows the student's
-//! pipeline schedule, and its residual stream travels between the stages before the student's. It keeps nothing for a
-//! backward pass but the input of its head, until the student's head has read it.
+//! A chunk of the teacher runs just before the same chunk of the student, on the same ranks. So the teacher follows the
+//! student's pipeline schedule, and its residual stream travels between the stages before the student's. The teacher
+//! keeps only the input of its head, until the student's head has read it.
 
 use moh_kernels::cross_entropy::HeadTeacher;
 use moh_kernels::{Backend, Element, span};
@@ -13,14 +13,14 @@ use crate::layers::Tokens;
 use crate::passes::ForwardBuffers;
 use crate::{Activations, Error, Model, PassShape, PassSizes, PassSlot, Result};
 
-/// How a teacher's distribution is learned.
+/// The weights and the temperature of distillation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Distillation {
     /// Weight of the distillation loss.
     pub weight: f64,
     /// Weight of the cross-entropy.
     pub cross_entropy: f64,
-    /// By which both models' logits are divided before the softmax of the distillation loss.
+    /// Divisor of both models' logits before the softmax of the distillation loss.
     pub temperature: f64,
 }
 
@@ -33,11 +33,11 @@ pub struct Teacher<B: Backend, T: Element> {
 }
 
 impl<B: Backend, T: Element> Teacher<B, T> {
-    /// Creates a teacher for passes of shape `pass`, whose distribution is learned over the first `rows` rows of the
-    /// vocabulary: those that it was trained on.
+    /// Creates a teacher for passes of shape `pass`. The student learns the teacher's distribution over the first
+    /// `rows` rows of the vocabulary: the rows that the teacher was trained on.
     ///
     /// # Errors
-    /// Fails if the device is out of memory or there are no such rows.
+    /// Fails if the device is out of memory, or if `rows` is 0 or exceeds the vocabulary.
     pub fn new(model: Model<B, T>, pass: PassShape, rows: usize, temperature: f64) -> Result<Self> {
         let vocabulary = model.config().vocab_size;
         if !(1..=vocabulary).contains(&rows) {
@@ -54,7 +54,7 @@ impl<B: Backend, T: Element> Teacher<B, T> {
         &self.model
     }
 
-    /// Returns the forward pass of a student's micro-batch through one chunk of this rank's part.
+    /// Computes the forward pass of a student's micro-batch through one chunk of this rank's part.
     fn forward_chunk(&mut self, micro_batch: &MicroBatch<B>, chunk: usize) -> Result<()> {
         let Activations { shape, passes, scratch, head, .. } = &mut self.activations;
         let (ids, tokens) = (&micro_batch.ids, micro_batch.tokens(*shape));
@@ -71,7 +71,7 @@ impl<B: Backend, T: Element> Teacher<B, T> {
         Ok(())
     }
 
-    /// Returns the head, and its input in the micro-batch that the last forward pass was of.
+    /// Returns the head, and its input in the micro-batch of the last forward pass.
     pub(crate) fn of_head(&self, scale: f32) -> HeadTeacher<'_, B, T> {
         let Activations { shape, scratch, head, .. } = &self.activations;
         let width = self.model.config().hidden_size;
@@ -88,9 +88,9 @@ impl<B: Backend, T: Element> Teacher<B, T> {
 }
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// Sets the teacher of the training passes that are planned as a student's
-    /// ([`PassRole::Student`](crate::PassRole::Student)), or removes it. It is divided among the ranks as this model is
-    /// ([`of_frozen`](crate::model_parallel::ModelParallel::of_frozen)).
+    /// Sets the teacher of the training passes that are planned in the role of a student
+    /// ([`PassRole::Student`](crate::PassRole::Student)), or removes the teacher. The teacher is divided among the
+    /// ranks as this model is ([`of_frozen`](crate::model_parallel::ModelParallel::of_frozen)).
     ///
     /// # Errors
     /// Fails if the vocabularies differ.
@@ -117,10 +117,11 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.teacher.as_deref().ok_or_else(no_teacher)
     }
 
-    /// Returns the teacher's forward pass through one chunk, which precedes the model's own ([`Model::forward_chunk`]).
+    /// Computes the teacher's forward pass through one chunk, which precedes the model's own
+    /// ([`Model::forward_chunk`]).
     ///
     /// # Errors
-    /// As [`Model::forward_chunk`]; fails without a teacher.
+    /// Fails where [`Model::forward_chunk`] fails, and without a teacher.
     pub fn teach_chunk(&mut self, activations: &Activations<B, T>, slot: PassSlot) -> Result<()> {
         let _span = span::enter("teacher");
         let teacher = self.teacher.as_mut().ok_or_else(no_teacher)?;

@@ -1,12 +1,12 @@
-//! The tensors of a model: name, shape, sharding, and whether weight decay applies. Layers list them
-//! (`layers/`, in the order of `architecture.rs`); layout, parameters, operations, checks of weight
-//! files and plans follow from the lists. Names and shapes are Hugging Face's.
+//! The tensors of a model: name, shape, sharding, and whether weight decay applies. Layers list them (`layers/`, in the
+//! order of `architecture.rs`). Layout, parameters, operations, checks of weight files and plans follow from the lists.
+//! Names and shapes are Hugging Face's.
 
 use crate::model_parallel::TensorShare;
 use crate::parameters::ParameterRange;
 use crate::{ModelConfig, architecture};
 
-/// Name of the embedding, whose rows are the vocabulary.
+/// Name of the embedding, which has a row for each token of the vocabulary.
 pub const EMBEDDING: &str = "model.embed_tokens.weight";
 /// Name of the output head; absent from the files of a tied model.
 pub const OUTPUT_HEAD: &str = "lm_head.weight";
@@ -15,9 +15,9 @@ pub const OUTPUT_HEAD: &str = "lm_head.weight";
 pub const FINAL_NORM: &str = "model.norm.weight";
 /// Name of a layer's output projection, within the layer.
 pub const OUTPUT_PROJECTION: &str = "self_attn.o_proj.weight";
-/// Name of the matrix of a layer's learned router that has a row for each head, within the layer.
+/// Name of the matrix of a layer's learned router with a row for each head, within the layer.
 pub const ROUTER: &str = "self_attn.router.weight";
-/// Name of the matrix of a layer's router "two-stage" that weighs shared heads against selected ones, within the layer.
+/// Name of the matrix of a router "two-stage" that weighs shared heads against selected heads, within the layer.
 pub const ROUTER_STAGES: &str = "self_attn.router.stages.weight";
 
 /// Returns the name of a tensor of layer `layer`, from 0, by its name within the layer.
@@ -25,24 +25,24 @@ pub fn in_layer(layer: usize, name: &str) -> String {
     format!("model.layers.{layer}.{name}")
 }
 
-/// Returns the layer of a tensor, and its name within the layer; `None` of a tensor of no layer.
+/// Returns the layer of a tensor, and its name within the layer; `None` if the tensor is not in a layer.
 pub fn layer_and_name(tensor: &str) -> Option<(usize, &str)> {
     let (layer, name) = tensor.strip_prefix("model.layers.")?.split_once('.')?;
     Some((layer.parse().ok()?, name))
 }
 
-/// Returns the layer whose output projection a tensor is.
+/// Returns the layer of an output projection; `None` for other tensors.
 pub fn layer_of_output_projection(tensor: &str) -> Option<usize> {
     let (layer, name) = layer_and_name(tensor)?;
     (name == OUTPUT_PROJECTION).then_some(layer)
 }
 
-/// Returns whether the tensor of that name has a row for each token of the vocabulary.
+/// Returns whether the tensor with that name has a row for each token of the vocabulary.
 pub fn has_vocabulary_rows(name: &str) -> bool {
     name == EMBEDDING || name == OUTPUT_HEAD
 }
 
-/// A group of tensors that may be trained at a rate of its own.
+/// A group of tensors that may have its own learning rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TensorGroup {
     /// Queries, keys, values, the output projection, and norms of queries and keys.
@@ -54,8 +54,8 @@ pub enum TensorGroup {
 }
 
 impl TensorGroup {
-    /// Returns the group of the tensor of that name. What a block has beside the tensors of its architecture is its
-    /// router's.
+    /// Returns the group of the tensor with that name. A block's tensors that the architecture lacks belong to its
+    /// router.
     pub fn of(name: &str) -> Self {
         let Some((_, name)) = layer_and_name(name) else { return TensorGroup::Rest };
         match name.split_once('.').unwrap_or((name, "")) {
@@ -82,7 +82,7 @@ pub enum Division {
 /// One tensor of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tensor {
-    /// Its name in checkpoints.
+    /// The tensor's name in checkpoints.
     pub name: String,
     /// Its shape.
     pub shape: Vec<usize>,
@@ -98,11 +98,11 @@ impl Tensor {
     }
 }
 
-/// The list to which layers add their tensors, one flat buffer's.
+/// The list to which layers add the tensors of one flat buffer.
 pub(crate) struct TensorList<'a> {
     prefix: &'a str,
     pub tensors: Vec<Tensor>,
-    /// The buffer, and whose share of it; `None` if only names and shapes are asked for.
+    /// The buffer and this rank's share of it; `None` if only names and shapes are needed.
     place: Option<Place<'a>>,
 }
 
@@ -115,8 +115,8 @@ struct Place<'a> {
 }
 
 impl<'a> TensorList<'a> {
-    /// Creates an empty list of the tensors of the flat buffer with index `buffer`, of which `share` is
-    /// local; their names begin with `prefix`.
+    /// Creates an empty list of the tensors of the flat buffer with index `buffer`, for the local `share`. Names begin
+    /// with `prefix`.
     pub fn in_buffer(
         buffer: usize,
         config: &'a ModelConfig,
@@ -127,7 +127,7 @@ impl<'a> TensorList<'a> {
         TensorList { prefix, tensors: Vec::new(), place }
     }
 
-    /// Returns the tensors that `layers` lists, whose ranges are not known.
+    /// Returns the tensors that `layers` lists, without their ranges.
     pub fn tensors_of<L>(
         prefix: &str,
         layers: impl FnOnce(&mut TensorList<'_>) -> L,
@@ -142,7 +142,7 @@ impl<'a> TensorList<'a> {
         self.add(Tensor { name: self.name(name), shape: shape.to_vec(), division, decays: true })
     }
 
-    /// Adds the weight of a norm, which is replicated and has no weight decay.
+    /// Adds the weight of a norm, replicated and without weight decay.
     pub fn norm(&mut self, name: &str, width: usize) -> ParameterRange {
         let (name, division) = (self.name(name), Division::Replicated);
         self.add(Tensor { name, shape: vec![width], division, decays: false })
@@ -163,8 +163,8 @@ impl<'a> TensorList<'a> {
     }
 }
 
-/// Returns a model's tensors in the order of the forward pass, in which they are also written. A tied model
-/// has no output head.
+/// Returns a model's tensors in the order of the forward pass, which is also the order of files. A tied model has no
+/// output head.
 pub fn tensors(config: &ModelConfig) -> Vec<Tensor> {
     let mut tensors = architecture::embedding_tensors(config);
     for layer in 0..config.num_hidden_layers {

@@ -2,14 +2,14 @@
 //!
 //!     cargo run --release -p moh --example generate -- "Grace has the"
 //!
-//! Any other model directory works too, such as the `export` of a run, as the second argument.
+//! Any other model directory also works, such as the `export` of a run, as the second argument.
 
 use std::io::Write as _;
 use std::path::PathBuf;
 
 use moh::{Cpu, Generator, Model, Sampler, Sampling, StoredModel, TextTokenizer};
 
-/// Positions, which are the tokens of the text and its continuation.
+/// Number of positions: the tokens of the text and of its continuation.
 const POSITIONS: usize = 96;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -24,7 +24,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let ids = tokenizer.encode_prompt(&text)?;
     let sampling = Sampling { temperature: 0.7, top_k: Some(50), ..Sampling::default() };
     let mut sampler = Sampler::new(1, sampling, tokenizer.vocab_size());
-    // Keys and values of earlier tokens are kept: each pass computes the new ones alone.
+    // Keys and values of earlier tokens are cached: each pass computes only the new tokens.
     let mut generator = Generator::new(&model, POSITIONS)?;
     let mut logits = generator.extend(&ids)?;
     let mut decoder = tokenizer.stream(&ids, true);

@@ -1,4 +1,4 @@
-//! Mixture-of-Head models as a library: open a directory, run the model, see which heads each token
+//! Mixture-of-Head models as a library: open a directory, run the model, list the heads that each token
 //! used, generate.
 //!
 //! ```
@@ -23,7 +23,7 @@
 //! println!("heads of the last token in layer 1: {:?}", output.active_heads(1, 0, 2));
 //!
 //! let mut sampler = Sampler::new(1, Sampling::default(), output.vocab_size);
-//! // At most 256 positions, of these tokens and those generated after them.
+//! // At most 256 positions, of these tokens and the tokens generated after them.
 //! let logits = Generator::new(&model, 256)?.extend(&[17, 42, 99])?;
 //! println!("next token: {}", sampler.sample(&logits)?);
 //! # assert_eq!(output.active_heads(1, 0, 2).len(), 2);
@@ -31,10 +31,10 @@
 //! # Ok::<_, Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! This crate has no code of its own. Behind these names, `moh_model` has configuration, passes
-//! with gradients and generation, `moh_hf` the files, and `moh_kernels` the operators on CPUs and,
-//! with feature `cuda`, on NVIDIA GPUs (`Cuda`). Feature `tokenizer` adds `TextTokenizer`, which
-//! takes minutes to build.
+//! This crate has no code of its own. It re-exports names of `moh_model` (configuration, passes
+//! with gradients, generation), `moh_hf` (files) and `moh_kernels` (operators on CPUs and,
+//! with feature `cuda`, on NVIDIA GPUs: `Cuda`). Feature `tokenizer` adds `TextTokenizer`, which
+//! needs minutes to build.
 
 pub use moh_hf::{ConfigFile, StoredModel, write_random_model};
 #[cfg(feature = "cuda")]

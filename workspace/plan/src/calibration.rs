@@ -1,5 +1,5 @@
-//! What the calibration of a stage's conversion takes on the first rank (crate `moh-calibrate`), before the stage's first
-//! step. The formulas are in `docs/plan.md`.
+//! The cost of a stage's calibration on the first rank (crate `moh-calibrate`), before the stage's first step. The
+//! formulas are in `docs/plan.md`.
 
 use moh_calibrate::{CalibrationBuffers, CalibrationPasses, MOST_FITS, judged_outputs};
 use moh_kernels::Purpose;
@@ -18,21 +18,21 @@ use crate::Error;
 const F32: u64 = 4;
 const F64: u64 = 8;
 
-/// What a calibration takes.
+/// The cost of a calibration.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CalibrationCost {
     /// Calibration tokens, in whole sequences.
     pub tokens: u64,
-    /// FLOPs, but for the fits: of the dense and the converted model's passes, and of the sums of products.
+    /// FLOPs of the dense and the converted model's passes, and of the sums of products, without the fits.
     pub flops: f64,
-    /// Memory of the device, beside the weights and the optimiser's state.
+    /// Memory of the device, besides the weights and the optimiser's state.
     pub device_bytes: u64,
     /// Memory of the host.
     pub host_bytes: u64,
 }
 
 impl CalibrationCost {
-    /// Of the stage of `work`; `None` if it has no calibration.
+    /// Computes the cost for the stage of `work`, or `None` if the stage has no calibration.
     pub(super) fn new(work: &Work) -> Result<Option<Self>, Error> {
         let Some(calibration) = work.stage.calibration() else { return Ok(None) };
         // The heads as the stage gives them, before any are chosen.
@@ -68,8 +68,8 @@ fn passes(work: &Work, calibration: &CalibrationOptions) -> CalibrationPasses {
     CalibrationPasses::new(sequences, length.max(1))
 }
 
-/// Returns the memory of the host: the heads' outputs, residual streams, of so many tokens together; the sample of a
-/// search, twice while it is built; sums and factors of a fit.
+/// Returns the memory of the host: the heads' outputs of `tokens`, the residual streams of `streams`, the sample of a
+/// search, and the sums and factors of a fit. The sample is there twice while it is built.
 fn host_bytes([tokens, streams, searched]: [u64; 3], n: u64, m: u64) -> u64 {
     let outputs = tokens.saturating_mul(n).saturating_add(streams.saturating_mul(m));
     let sample = searched.saturating_mul(2 * n + m);
@@ -176,7 +176,7 @@ mod tests {
                 },
             );
             assert_eq!(found.unwrap(), None);
-            // But for the sums of a step.
+            // Except the sums of a step.
             assert!(cost.device_bytes.abs_diff(allocated) < 4096, "{router}: {cost:?} {allocated}");
         }
     }

@@ -48,8 +48,8 @@ pub struct PredictedSpeed {
     pub step: StepTime,
     /// Tokens per second over all ranks.
     pub tokens_per_second: f64,
-    /// The model's FLOPs (the plan's, without recomputation) as a fraction of what the matmuls of
-    /// all ranks could compute in that time.
+    /// The model's FLOPs (the plan's, without recomputation) as a fraction of the FLOPs that the matmuls of all ranks
+    /// could compute in that time.
     pub matmul_share: f64,
     /// Seconds of the whole stage, including the waits for its checkpoints if their time is known.
     pub stage: f64,
@@ -84,8 +84,8 @@ impl PredictedSpeed {
         let rate = hardware.matmul(work.recipe.run.dtype) * work.layout.ranks() as f64;
         let steps = work.stage.num_steps();
         let every = work.recipe.checkpoint.every_steps;
-        // Checkpoints are written while training goes on; the last one is waited for, and every other one
-        // as far as the steps until the next one do not cover it.
+        // Checkpoints are written while training continues. The run waits for the last checkpoint. It waits for any
+        // other checkpoint as far as the steps until the next checkpoint do not cover it.
         let checkpoint = checkpoint.unwrap_or(0.0);
         let exposed = (checkpoint - every as f64 * step.total()).max(0.0);
         let waits = steps.checked_div(every).unwrap_or(0) as f64 * exposed + checkpoint;
@@ -99,12 +99,11 @@ impl PredictedSpeed {
 }
 
 impl Plan {
-    /// Returns the plan on `ranks` ranks, with times if a hardware profile is given; messages name the
-    /// recipe `path`.
+    /// Returns the plan on `ranks` ranks, with times if a hardware profile is given. Messages name the recipe `path`.
     ///
     /// # Errors
-    /// Fails if `ranks` is not a multiple of a stage's tensor x pipeline, if its tensor ranks do
-    /// not divide the key/value heads, or if it has more chunks than the model has blocks.
+    /// Fails if `ranks` is not a multiple of a stage's tensor x pipeline. Fails if the tensor ranks do not divide the
+    /// key/value heads, or if a layout has more chunks than the model has blocks.
     pub fn on_ranks(
         self,
         recipe: &Recipe,

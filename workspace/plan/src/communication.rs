@@ -15,7 +15,7 @@ use super::work::Work;
 pub struct Volume {
     /// Number of operations.
     pub operations: f64,
-    /// Bytes that one rank sends; it receives the same number.
+    /// Bytes that one rank sends. It receives the same number.
     pub bytes: f64,
 }
 
@@ -82,7 +82,7 @@ impl Traffic {
     }
 }
 
-/// Reduce-scatters of a step's gradients over the data ranks: one for each flat buffer.
+/// Returns the reduce-scatters of a step's gradients over the data ranks: one for each flat buffer.
 pub(super) fn reduce_scatter(work: &Work, rank: usize) -> Volume {
     let precision = &work.recipe.precision;
     let dtype = match precision.gradients {
@@ -92,7 +92,7 @@ pub(super) fn reduce_scatter(work: &Work, rank: usize) -> Volume {
     of_flat_buffers(work, rank, dtype)
 }
 
-/// All-gathers of the updated weights over the data ranks.
+/// Returns the all-gathers of the updated weights over the data ranks.
 pub(super) fn all_gather(work: &Work, rank: usize) -> Volume {
     of_flat_buffers(work, rank, work.recipe.run.dtype)
 }
@@ -103,7 +103,7 @@ fn of_flat_buffers(work: &Work, rank: usize, dtype: ElementType) -> Volume {
     Volume { operations: ring.operations * work.flat_buffers(rank) as f64, ..ring }
 }
 
-/// Tensor-parallel traffic of one micro-batch, forward and backward, over all chunks of a rank.
+/// Returns the tensor-parallel traffic of one micro-batch, forward and backward, over all chunks of a rank.
 pub(super) fn tensor(work: &Work, rank: usize) -> Volume {
     work.parts(rank).map(|part| tensor_of_part(work, part)).sum()
 }
@@ -112,14 +112,14 @@ fn tensor_of_part(work: &Work, part: &ModelPart) -> Volume {
     let ranks = work.layout.tensor;
     let tokens = work.tokens() as f64;
     let activation = Volume::ring(ranks, activation_bytes(work));
-    // Two all-gathers and two reduce-scatters forward, four and two backward; recomputing a block
-    // repeats the forward ones except the last reduce-scatter.
+    // Two all-gathers and two reduce-scatters forward, four and two backward. Recomputing a block repeats the forward
+    // operations except the last reduce-scatter.
     let of_block = match work.recipe.memory.recompute {
         Recompute::None | Recompute::Norms => 4.0 + 6.0,
         Recompute::Block => 4.0 + 6.0 + 3.0,
     };
     let blocks = part.num_blocks() as f64;
-    // A teacher passes forward alone.
+    // A teacher has a forward pass only.
     let teacher = if work.teacher.is_some() { 1.0 } else { 0.0 };
     let of_block = of_block + 4.0 * teacher;
     let blocks = (activation * of_block + router(work, part, blocks)) * blocks;
@@ -136,13 +136,13 @@ fn tensor_of_part(work: &Work, part: &ModelPart) -> Volume {
     blocks + embedding + head
 }
 
-/// Tensor-parallel traffic of the router for one micro-batch, forward and backward, averaged over a
-/// chunk's blocks.
+/// Returns the tensor-parallel traffic of the router for one micro-batch, forward and backward, averaged over a chunk's
+/// blocks.
 fn router(work: &Work, part: &ModelPart, blocks: f64) -> Volume {
     if !work.model.moh.as_ref().is_some_and(|moh| moh.router.selects()) {
         return Volume::default();
     }
-    // Routers that weigh heads exchange those of shared heads too.
+    // Routers that weigh heads also exchange values of shared heads.
     let weighs = work.model.moh.as_ref().is_some_and(|moh| moh.router.weighs());
     let routed = part.layers().map(|layer| match work.model.routed_heads(layer) {
         routed if weighs && routed > 0 => work.model.num_attention_heads,
@@ -157,7 +157,7 @@ fn router(work: &Work, part: &ModelPart, blocks: f64) -> Volume {
     Volume { operations: of_all.operations * share, ..of_all }
 }
 
-/// Sends between pipeline stages for one micro-batch, forward and backward.
+/// Returns the sends between pipeline stages for one micro-batch, forward and backward.
 pub(super) fn sends(work: &Work, rank: usize) -> Volume {
     if work.layout.pipeline <= 1 {
         return Volume::default();
@@ -166,7 +166,8 @@ pub(super) fn sends(work: &Work, rank: usize) -> Volume {
         operations: 1.0,
         bytes: activation_bytes(work) / work.layout.tensor.max(1) as f64,
     };
-    // A chunk sends forward unless it is the last, and backward unless it is the first; of a teacher too.
+    // A chunk sends forward unless it is the last, and backward unless it is the first. A teacher's chunk sends forward
+    // too.
     let forward = if work.teacher.is_some() { 2.0 } else { 1.0 };
     let count = |part: &ModelPart| forward * f64::from(!part.last) + f64::from(!part.first);
     send * work.parts(rank).map(count).sum::<f64>()
@@ -182,7 +183,7 @@ pub(super) fn tied_head(work: &Work, rank: usize) -> Volume {
     Volume::all_reduce(2, work.elements.vocabulary as f64 * bytes)
 }
 
-/// Returns the residual stream of a micro-batch.
+/// Returns the bytes of a micro-batch's residual stream.
 fn activation_bytes(work: &Work) -> f64 {
     work.tokens() as f64 * work.model.hidden_size as f64 * work.recipe.run.dtype.bytes() as f64
 }
@@ -204,8 +205,8 @@ mod tests {
     #[test]
     fn data_ranks_exchange_every_gradient_and_every_weight_once() {
         let layout = Layout { data: 8, ..Layout::ALONE };
-        // 8,297,648,128 parameters, of which 7/8 are sent: 4 bytes a gradient, 2 a weight, in two
-        // operations for each of 32 blocks, embedding, norm and head.
+        // 7/8 of 8,297,648,128 parameters are sent: 4 bytes a gradient, 2 a weight, in two operations for each of 32
+        // blocks, embedding, norm and head.
         let found = traffic(&[], 0, layout, 0);
         assert_eq!(found.data.bytes, 7.0 / 8.0 * 6.0 * 8_297_648_128.0);
         assert_eq!(found.data.operations, 2.0 * 35.0);
@@ -228,7 +229,7 @@ mod tests {
         assert_eq!(moh.tensor.operations, 32.0 * 15.0 + 4.0 + 1.0);
         let routing = 32.0 * 2.0 * 8192.0 * 16.0 * 8.0;
         assert_eq!(moh.tensor.bytes, 420.0 * STREAM / 2.0 + routing + 8192.0 * 3.0 * 8.0);
-        // Of which every second block exchanges nothing, where it is dense.
+        // If every second block is dense, it exchanges no routing.
         let shared = format!("stage.moh.moh.shared_heads={:?}", [32, 16].repeat(16));
         let top_k = format!("stage.moh.moh.routed_top_k={:?}", [0, 8].repeat(16));
         let mixed = traffic(&["memory.recompute=block", &shared, &top_k], 1, layout, 0);
@@ -239,8 +240,8 @@ mod tests {
     #[test]
     fn neighbours_in_a_pipeline_send_activations_and_gradients() {
         let layout = |virtual_stages| Layout { tensor: 2, data: 8, pipeline: 4, virtual_stages };
-        // 2048 / 8 micro-batches, half of each activation, forward but from the last and backward but
-        // from the first.
+        // 2048 / 8 micro-batches, half of each activation, forward except from the last rank and backward except from
+        // the first.
         let sent = |virtual_stages, rank| {
             traffic(&[], 1, layout(virtual_stages), rank).pipeline.bytes / (256.0 * STREAM / 2.0)
         };

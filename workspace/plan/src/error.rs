@@ -1,6 +1,6 @@
 //! The errors of this crate.
 
-/// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
+/// An error of this crate. Its message is one sentence with the problem, its place and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file could not be read or written, or cannot be used.

@@ -1,6 +1,5 @@
-//! Hardware profiles: the achieved speed of a device, a node and their network, from a TOML file.
-//! The keys are documented in `docs/plan.md`; profiles of common machines are in
-//! `recipes/hardware`.
+//! Hardware profiles: the achieved speed of a device, a node and their network, from a TOML file. The keys are
+//! documented in `docs/plan.md`. Profiles of common machines are in `recipes/hardware`.
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
@@ -16,7 +15,7 @@ use super::rate::{Basis, Rate};
 use crate::Error;
 
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// Maximum of rates and times; products of several of them still fit an f64.
+/// Maximum of rates and times. Products of several rates still fit an f64.
 const MAX_NUMBER: f64 = 1e12;
 const MIN_SHARE: f64 = 1e-3;
 const MAX_BYTES: u64 = 1 << 50;
@@ -76,14 +75,14 @@ impl Hardware {
     /// Reads the profile at `path`.
     ///
     /// # Errors
-    /// Fails if the file cannot be read or is not TOML, for unknown and missing keys, and for
-    /// values out of range, with the line if it is known.
+    /// Fails if the file cannot be read or is not TOML. Fails for unknown and missing keys and for values out of range,
+    /// with the line if it is known.
     pub fn load(path: &Path) -> Result<Self, Error> {
         let bytes = moh_files::read_bounded(path, MAX_FILE_BYTES, "a profile")?;
         Self::parse(&moh_files::utf8(path, bytes)?, path)
     }
 
-    /// Loads a profile from `text`; messages name it `path`.
+    /// Loads a profile from `text`. Messages name it `path`.
     pub fn parse(text: &str, path: &Path) -> Result<Self, Error> {
         let invalid = |error: moh_recipe::Error| Error::Invalid(error.to_string());
         let table = reader::parse_table(text)
@@ -93,7 +92,7 @@ impl Hardware {
         let mut faults: Vec<KeyFault> = reading.problems.into_iter().map(KeyFault::from).collect();
         let is_known =
             |key: &str| !reading.stand_ins.iter().any(|stand_in| is_below(key, stand_in));
-        // The memory that is reserved is compared with all of it.
+        // The reserved memory is compared with the device's memory.
         let depends = |key: &str| match key {
             "device.reserved_bytes" => is_known("device.memory_bytes"),
             _ => true,
@@ -111,7 +110,7 @@ impl Hardware {
         }
     }
 
-    /// Returns the keys whose values are out of range.
+    /// Returns a fault for each value out of range.
     fn faults(&self) -> Vec<KeyFault> {
         let Hardware { device, node, network, .. } = self;
         let (memory, reserved) = (device.memory_bytes, device.reserved_bytes);
@@ -142,7 +141,7 @@ impl Hardware {
         }
     }
 
-    /// FLOPs per second of matmuls in `dtype`.
+    /// Returns the FLOPs per second of matmuls in `dtype`.
     pub fn matmul(&self, dtype: ElementType) -> f64 {
         1e12 * self.matmul_tflops(dtype).value
     }
@@ -158,8 +157,8 @@ impl Hardware {
         self.usable_bytes().min(most as u64)
     }
 
-    /// Returns the seconds in which all nodes of `ranks` ranks write a checkpoint of `bytes`, each rank hashing
-    /// its part before it writes it; `None` if one of the rates is unknown.
+    /// Returns the seconds in which all nodes of `ranks` ranks write a checkpoint of `bytes`, after each rank has
+    /// hashed its part. Returns `None` if one of the rates is unknown.
     pub fn checkpoint_seconds(&self, bytes: u64, ranks: usize) -> Option<f64> {
         let (write, hash) = (self.node.filesystem_write_gb_per_s?, self.node.hash_gb_per_s?);
         let write = 1e9 * write.value * self.nodes(ranks) as f64;
@@ -167,21 +166,21 @@ impl Hardware {
         Some(bytes as f64 / write + bytes as f64 / hash)
     }
 
-    /// How the rates of computation in `dtype` are known.
+    /// Returns the basis of the rates of computation in `dtype`.
     pub(super) fn compute_basis(&self, dtype: ElementType) -> Basis {
         let DeviceRates { attention_share, memory_gb_per_s, .. } = self.device;
         let matmul = self.matmul_tflops(dtype).basis;
         matmul.max(attention_share.basis).max(memory_gb_per_s.basis)
     }
 
-    /// How the rates of the network between `ranks` ranks are known.
+    /// Returns the basis of the rates of the network between `ranks` ranks.
     pub(super) fn network_basis(&self, ranks: usize) -> Basis {
         let Network { within_node_gb_per_s, between_nodes_gb_per_s, latency_us, .. } = self.network;
         let basis = within_node_gb_per_s.basis.max(latency_us.basis);
         if self.nodes(ranks) > 1 { basis.max(between_nodes_gb_per_s.basis) } else { basis }
     }
 
-    /// How the rates of a checkpoint are known.
+    /// Returns the basis of the rates of a checkpoint.
     pub(super) fn checkpoint_basis(&self) -> Option<Basis> {
         let Node { filesystem_write_gb_per_s, hash_gb_per_s, .. } = self.node;
         Some(filesystem_write_gb_per_s?.basis.max(hash_gb_per_s?.basis))
@@ -237,12 +236,12 @@ impl Hardware {
     }
 }
 
-/// Checks a rate, which times are divided by.
+/// Checks a rate, by which times are divided.
 fn rate(key: &str, rate: Rate) -> Option<KeyFault> {
     within(key, rate.value, 1.0 / MAX_NUMBER..=MAX_NUMBER)
 }
 
-/// Returns the fault of a value out of range; NaN is always out of range.
+/// Returns the fault of a value out of range. NaN is always out of range.
 fn within<T: PartialOrd + Display>(
     key: &str,
     value: T,

@@ -1,5 +1,4 @@
-//! Suggested layouts: every layout of a number of ranks that fits in memory with 8% of it left free,
-//! fastest first.
+//! Suggested layouts: every layout of a number of ranks that fits in memory with 8% free, fastest first.
 
 use moh_model::ModelConfig;
 use moh_recipe::{Recipe, Stage};
@@ -112,8 +111,8 @@ fn suggest(
     StageSuggestions { stage: stage.name.clone(), considered, fitting, least_bytes, best: found }
 }
 
-/// All layouts of `ranks` ranks: tensor ranks divide the key/value heads and stay within a node,
-/// and every chunk of a pipeline has at least one block.
+/// Returns all layouts of `ranks` ranks. Tensor ranks divide the key/value heads and stay within a node, and every
+/// chunk of a pipeline has at least one block.
 fn layouts(model: &ModelConfig, ranks: usize, hardware: &Hardware) -> Vec<Layout> {
     let (groups, blocks) = (model.num_key_value_heads, model.num_hidden_layers);
     let most = blocks.min(MAX_PARTS);
@@ -137,7 +136,7 @@ fn layouts(model: &ModelConfig, ranks: usize, hardware: &Hardware) -> Vec<Layout
     layouts
 }
 
-/// Micro-batch sizes that divide the step.
+/// Returns the micro-batch sizes that divide the step.
 fn micro_batches(recipe: &Recipe, stage: &Stage) -> impl Iterator<Item = usize> {
     let sequences = recipe.batch_sequences(stage);
     let divides = move |&count: &u64| sequences.is_multiple_of(count);
@@ -145,8 +144,8 @@ fn micro_batches(recipe: &Recipe, stage: &Stage) -> impl Iterator<Item = usize> 
     (1..=MAX_SEQUENCES.min(sequences)).filter(divides).map(|count| count as usize)
 }
 
-/// Returns whether every data rank has a micro-batch, and an interleaved pipeline at least as many as it
-/// has stages; with fewer its stages would wait.
+/// Returns whether every data rank has a micro-batch, and at least as many as an interleaved pipeline has stages: with
+/// fewer, the stages would wait.
 fn serves(work: &Work) -> bool {
     let (micro_batches, data) = (work.micro_batches(), work.layout.data as u64);
     let fewest = micro_batches / data.max(1);

@@ -1,6 +1,6 @@
-//! The cost of a recipe, computed from the model's shape before anything is loaded: steps, memory,
-//! floating-point operations ([`moh_model::flops`]), time and disk; on many ranks also traffic and suggested layouts.
-//! The formulas and their sources are in `docs/plan.md`.
+//! The cost of a recipe, computed from the model's shape before anything is loaded: steps, memory, floating-point
+//! operations ([`moh_model::flops`]), time and disk. On many ranks, also traffic and suggested layouts. The formulas
+//! and their sources are in `docs/plan.md`.
 
 mod calibration;
 mod cluster;
@@ -62,7 +62,7 @@ pub struct Plan {
 pub struct DiskBytes {
     /// One checkpoint.
     pub checkpoint: u64,
-    /// Checkpoints at the end of the run: the newest, and those that are never removed.
+    /// Checkpoints at the end of the run: the newest, and checkpoints that are never removed.
     pub num_checkpoints: u64,
     /// The exported model.
     pub export: u64,
@@ -99,16 +99,16 @@ pub struct StagePlan {
     pub memory: RankMemory,
     /// Forward FLOPs per token.
     pub forward_flops: f64,
-    /// Training FLOPs per token, a teacher's forward pass among them.
+    /// Training FLOPs per token, including a teacher's forward pass.
     pub training_flops: f64,
     /// Training FLOPs per token if all heads were active.
     pub dense_training_flops: f64,
-    /// What the calibration of the stage's conversion takes, if it has one.
+    /// The cost of the stage's calibration, if it has one.
     pub calibration: Option<CalibrationCost>,
 }
 
 impl StagePlan {
-    /// Training FLOPs of the stage.
+    /// Returns the training FLOPs of the stage.
     pub fn total_flops(&self) -> f64 {
         self.training_flops * self.tokens as f64
     }
@@ -137,7 +137,7 @@ impl Plan {
         })
     }
 
-    /// Adds how often `recipe` reads each of its token files, if all of them are on this machine.
+    /// Adds the number of times that `recipe` reads each token file, if all token files are on this machine.
     ///
     /// # Errors
     /// Fails if a token file is invalid or shorter than one sequence.
@@ -157,8 +157,8 @@ impl Plan {
         Ok(Plan { sources: Some(SourceEpochs::of_run(recipe, &training)), ..self })
     }
 
-    /// Adds times to the plan: for a device that achieves so many TFLOP/s (not its peak), assumed, or for the one whose
-    /// matrix products were measured.
+    /// Adds times to the plan, for a device that achieves `tflops` TFLOP/s (not its peak), assumed or measured on
+    /// matrix products.
     pub fn with_device_tflops(self, tflops: Rate) -> Plan {
         Plan { device_tflops: Some(tflops), ..self }
     }
@@ -178,8 +178,8 @@ impl DiskBytes {
     }
 }
 
-/// Returns the model with the routing of the stage in which it has most tensors: stages add a router's matrices, and
-/// remove none.
+/// Returns the model with the routing of the stage in which it has most parameters: stages add a router's matrices, and
+/// do not remove them.
 pub fn with_all_matrices(recipe: &Recipe, model: &ModelConfig) -> ModelConfig {
     let of_stage = |stage: &Stage| {
         let moh = stage.moh_config(model).ok()??;

@@ -43,7 +43,7 @@ pub struct RankMemory {
 }
 
 impl RankMemory {
-    /// Returns the buffers with a purpose.
+    /// Returns the bytes of the buffers with this purpose.
     pub fn bytes(&self, purpose: Purpose) -> u64 {
         self.buffers[purpose as usize]
     }
@@ -168,8 +168,8 @@ struct Buffers<'a> {
 impl InTrainingElements for Buffers<'_> {
     type Output = Result<(usize, u64), Error>;
 
-    /// Runs a run's constructors in the same order; returns the bytes of a message to another
-    /// stage, and of the host's copy for checkpoints.
+    /// Calls a run's constructors in the same order. Returns the bytes of a message to another stage, and of the host's
+    /// copy for checkpoints.
     fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
         let Buffers { work, part, layout, slots, memory } = self;
         let (recipe, config) = (work.recipe, &work.model);
@@ -187,7 +187,7 @@ impl InTrainingElements for Buffers<'_> {
             Evaluator::<_, T>::of_part(memory, passes, batch, length)?;
         }
         if let Some(teacher) = &work.teacher {
-            // Of the model's shape, so that its part is the same.
+            // The teacher has the model's shape, so its part is the same.
             let layout = &ModelLayout::of_part(teacher, 1, part);
             memory.for_purpose(Purpose::Teacher, || {
                 ModelBuffers::<_, T>::zeros(memory, teacher, layout, recipe.longest_sequence())?;
@@ -200,7 +200,7 @@ impl InTrainingElements for Buffers<'_> {
     }
 }
 
-/// GPU memory of the driver and libraries.
+/// Returns the GPU memory of the driver and libraries.
 fn libraries(memory: &CountingMemory, device: DeviceKind, ranks: usize) -> u64 {
     match device {
         DeviceKind::Cpu => 0,
@@ -220,7 +220,7 @@ fn distinct_tensor_ranks(work: &Work) -> Vec<usize> {
     let mut seen = Vec::new();
     let is_new = |rank: &usize| {
         let share = TensorShare { rank: *rank, ranks };
-        // A routing has a column for each head after the leading shared ones.
+        // A routing has a column for each head after the leading shared heads.
         let leading = (0..model.num_hidden_layers).map(|l| model.layer_heads(l).shared.leading());
         let shared = leading.min().map(|count| share.heads(model).local_below(count));
         let sizes = (share.mlp_width(model), share.vocabulary(model).count, shared);

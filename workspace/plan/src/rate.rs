@@ -1,4 +1,4 @@
-//! Rates of a hardware profile, each with how it is known.
+//! Rates of a hardware profile, each with its basis.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use serde::de::value::MapAccessDeserializer;
 use serde::de::{Error, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-/// How a rate is known, the most reliable first.
+/// The basis of a rate, the most reliable first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Basis {
@@ -19,7 +19,7 @@ pub enum Basis {
 }
 
 impl Basis {
-    /// Returns the word in profiles and plans.
+    /// Returns the word for this basis in profiles and plans.
     pub fn name(self) -> &'static str {
         match self {
             Basis::Measured => "measured",
@@ -35,7 +35,7 @@ impl Basis {
 pub struct Rate {
     /// The value, in the key's unit.
     pub value: f64,
-    /// How the value is known.
+    /// The basis of the value.
     pub basis: Basis,
 }
 

@@ -34,7 +34,7 @@ impl Table<'_, '_> {
         writeln!(self.f, "  {label:<LABEL$}{value:>COLUMN$}")
     }
 
-    /// Returns a row with one value per stage.
+    /// Writes a row with one value per stage.
     fn each<T>(
         &mut self,
         label: &str,
@@ -49,7 +49,7 @@ impl Table<'_, '_> {
         writeln!(self.f, "  {label:<LABEL$}{}{end}", cells.collect::<String>())
     }
 
-    /// Returns a row of bytes, if any stage has some.
+    /// Writes a row of bytes, if a stage has any.
     fn bytes(
         &mut self,
         label: &str,
@@ -370,7 +370,7 @@ fn write_checkpoint(table: &mut Table, seconds: Option<f64>, hardware: &Hardware
     }
 }
 
-/// Returns the end of a row that rests on rates: how they are known.
+/// Returns the end of a row that rests on rates: their basis.
 fn known(basis: Basis) -> String {
     format!("  {}", basis.name())
 }

@@ -120,17 +120,17 @@ fn activation_bytes_are_those_of_the_tables() {
     assert_eq!(saved(plan(&["memory.recompute=block"])), block);
     let memory = plan(&[]).stages[0].memory;
     assert_eq!(memory.bytes(Purpose::ActivationGradients), 64 * (4 * 2 * 64 + 4 * 8));
-    // Of a token: logits, the gradient of its input, and three numbers of its softmax.
+    // For each token: logits, the gradient of its input, and three numbers of its softmax.
     assert_eq!(memory.bytes(Purpose::Logits), 64 * (512 + 64 + 3) * 4);
-    // The validation loss keeps what whole recomputation keeps, and has sums of its own.
+    // The validation loss keeps the same values as whole recomputation, and has sums of its own.
     assert_eq!(memory.bytes(Purpose::Evaluation), block[0] + memory.bytes(Purpose::Logits) + 4 * 8);
     assert_eq!(memory.bytes(Purpose::Gathered), 0);
 }
 
 #[test]
 fn layers_with_other_heads_are_planned_one_by_one() {
-    // Three of the five layers are those of 4 shared heads and 2 of 4 routed, one is dense, and one has
-    // none shared and 3 of 8 routed.
+    // Of the five layers, three have 4 shared heads and 2 of 4 routed, one is dense, and one has 0 shared and 3 of 8
+    // routed.
     let counts =
         ["stage.moh.moh.shared_heads=[4,8,4,0,4]", "stage.moh.moh.routed_top_k=[2,0,2,3,2]"];
     let (mixed, equal) = (plan(&counts).stages.remove(1), plan(&[]).stages.remove(1));
@@ -146,7 +146,7 @@ fn layers_with_other_heads_are_planned_one_by_one() {
     assert!(plan(&counts).to_string().contains("3-8 of 8 heads"));
 }
 
-/// Training FLOPs per token of the attention core of the small recipe's model with all heads.
+/// Returns the training FLOPs per token of the attention core of the small recipe's model with all heads.
 fn dense_attention() -> f64 {
     let (recipe, model) = small(&[]);
     3.5 * model.flops_per_token(recipe.data.sequence_length).attention
@@ -180,7 +180,7 @@ fn tensor_ranks_keep_a_share_of_activations_and_one_gathered_buffer() {
     // The stream's gradient on half the tokens, a branch's on all.
     assert_eq!(memory.bytes(Purpose::ActivationGradients), 8192 * (4096 + 8192 + 64));
     assert_eq!(memory.bytes(Purpose::Gathered), 8192 * 8192);
-    // 1024 tokens of half of 160,896 logits in f32, and what 2048 tokens of logits in bf16 add up.
+    // 1024 tokens of half of 160,896 logits in f32, and the sums of 2048 tokens of logits in bf16.
     assert_eq!(memory.bytes(Purpose::Logits), 1024 * 80_448 * 4 + 2048 * 3 * 8);
     assert_eq!(
         memory.bytes(Purpose::Weights),

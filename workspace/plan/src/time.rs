@@ -7,7 +7,7 @@ use super::communication::{self, Volume};
 use super::hardware::Hardware;
 use super::work::Work;
 
-/// Seconds of one step, by activity; they sum to the step.
+/// Seconds of one step, by activity. They sum to the step.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct StepTime {
     /// Passes of the busiest pipeline stage.
@@ -32,8 +32,7 @@ struct PassTime {
     sends: f64,
 }
 
-/// The forward pass's fraction of both passes; the backward pass has two matmuls for each forward
-/// one.
+/// The forward pass's fraction of both passes. The backward pass has two matmuls for each forward matmul.
 const FORWARD: f64 = 1.0 / 3.0;
 
 impl StepTime {
@@ -107,7 +106,7 @@ fn compute(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
         + per_token.block_bytes / memory;
     let mut head = per_token.head * 3.0 / matmul + per_token.head_bytes / memory;
     if work.teacher.is_some() {
-        // Forward; its logits are written, and read by the loss and by the gradients.
+        // The teacher's forward pass. Its logits are written, and read by the loss and by the gradients.
         block += per_token.linear / matmul
             + per_token.teacher_attention / attention
             + numbers_moved_forward(work) * work.recipe.run.dtype.bytes() as f64 / memory;
@@ -123,7 +122,7 @@ struct PerToken {
     linear: f64,
     /// Forward FLOPs of its attention core, averaged over the rank's blocks.
     attention: f64,
-    /// The same of a teacher's.
+    /// Forward FLOPs of a teacher's attention core, averaged over the rank's blocks.
     teacher_attention: f64,
     /// Forward FLOPs of the output head.
     head: f64,
@@ -159,7 +158,7 @@ fn mean(work: &Work, rank: usize, of_layer: impl Fn(usize) -> f64) -> f64 {
     layers().map(of_layer).sum::<f64>() / layers().count().max(1) as f64
 }
 
-/// Numbers that the norms of a block read and write per token in a forward pass.
+/// Returns the numbers that the norms of a block read and write per token in a forward pass.
 fn moved_by_norms(work: &Work) -> f64 {
     2.0 * 2.0 * work.model.hidden_size as f64 / work.layout.tensor.max(1) as f64
 }
@@ -171,7 +170,7 @@ fn widths(work: &Work) -> [f64; 3] {
     widths.map(|width| work.share(width))
 }
 
-/// Numbers that norms, RoPE and SwiGLU of a block read and write per token in a forward pass.
+/// Returns the numbers that norms, RoPE and SwiGLU of a block read and write per token in a forward pass.
 fn numbers_moved_forward(work: &Work) -> f64 {
     let [q, kv, i] = widths(work);
     moved_by_norms(work) + 2.0 * (q + kv) + 3.0 * i
@@ -226,8 +225,8 @@ mod tests {
     use crate::Layout;
     use crate::tests::{llama3_8b, small};
 
-    /// 100 TFLOP/s in bf16, attention at half of that, 1 TB/s of memory, 8 ranks a node with 100 GB/s
-    /// between them and 10 GB/s to others, no latency, no overlap.
+    /// Returns a profile of 100 TFLOP/s in bf16, attention at half of that, 1 TB/s of memory, 8 ranks a node with 100
+    /// GB/s between them and 10 GB/s to others, no latency, no overlap.
     fn round() -> Hardware {
         let text = "name = \"round\"\n[device]\nmemory_bytes = 80e9\nreserved_bytes = 0\n\
             matmul_bf16_tflops = 100\nmatmul_f32_tflops = 10\nattention_share = 0.5\n\
@@ -294,11 +293,11 @@ mod tests {
         let (tensor, pipeline) =
             (Layout { tensor: 2, ..Layout::ALONE }, Layout { pipeline: 4, ..Layout::ALONE });
         let [alone, taught] = times(tensor);
-        // Of 32 blocks with 10 exchanges and the ends with 4, 32 with 4 and the ends with 2 more; heads' norms and
-        // sums are small beside them.
+        // A teacher adds 4 exchanges to the 10 of each of 32 blocks, and 2 to the 4 of the ends. The exchanges of
+        // heads' norms and sums are small.
         let more = (taught.tensor / alone.tensor - 1.0) / (130.0 / 324.0);
         assert!((more - 1.0).abs() < 0.02, "{more}");
-        // The busiest rank sends forward and backward, or one of them.
+        // The busiest rank sends forward and backward, or in one direction.
         let [alone, taught] = times(pipeline);
         let more = taught.sends / alone.sends;
         assert!(more == 1.5 || more == 2.0 || more == 1.0, "{more}");
@@ -314,7 +313,7 @@ mod tests {
 
     #[test]
     fn exchanges_take_their_bytes_over_the_bandwidth() {
-        // Two tensor ranks in a node, 32 data ranks of which a node has four, so 40 GB/s.
+        // Two tensor ranks in a node, and 32 data ranks, four in each node, so 40 GB/s.
         let layout = Layout { tensor: 2, data: 32, ..Layout::ALONE };
         let mut hardware = round();
         let (recipe, model) = llama3_8b(&[]);
@@ -323,7 +322,7 @@ mod tests {
         let found = StepTime::new(&work, &hardware);
         close(found.tensor, traffic.tensor.bytes / 100e9);
         close(found.data, traffic.data.bytes / 40e9);
-        // All of it fits beside the passes of a micro-batch, which take seconds.
+        // The whole exchange fits beside the passes of a micro-batch, which take seconds.
         hardware.network.data_overlap.value = 1.0;
         assert_eq!(StepTime::new(&work, &hardware).data, 0.0);
         hardware.network.latency_us.value = 10.0;

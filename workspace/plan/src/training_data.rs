@@ -1,8 +1,8 @@
 //! The training data of a recipe's stages.
 //!
 //! Samples are numbered over the whole run. Stages with the same sources, order and sequence length continue one
-//! mixture, so that those of other data between them take none of its samples. A file that several mixtures read
-//! in the same windows continues too: no window comes again before all have been read.
+//! mixture: stages with other data between them do not use its samples. A file that several mixtures read in the same
+//! windows continues too: no window is repeated before all windows have been read.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -90,9 +90,9 @@ impl SourceEpochs {
         )
     }
 
-    /// Returns the sources of all stages of `recipe`, whose training data are `data`, each file once.
+    /// Returns the sources of all stages of `recipe`, each file once. `data` is the stages' training data.
     pub fn of_run(recipe: &Recipe, data: &[TrainingData]) -> Vec<Self> {
-        // By number, with the samples drawn by the number of windows, which follows from the sequence length.
+        // By file number, with the drawn samples by the number of windows, which follows from the sequence length.
         let mut sources: BTreeMap<u64, (Self, BTreeMap<u64, u64>)> = BTreeMap::new();
         let mut samples = 0u64..0;
         for (stage, data) in recipe.stages.iter().zip(data) {

@@ -1,8 +1,8 @@
 //! The work of one rank in a stage: its parts of the model, their sizes and its micro-batches.
 //! Traffic and time are computed from this alone.
 //!
-//! Sizes are per rank: heads are sharded by key/value groups, the MLP by columns and the vocabulary
-//! by rows; norms are replicated.
+//! Sizes are per rank: heads are sharded by key/value groups, the MLP by columns and the vocabulary by rows. Norms are
+//! replicated.
 
 use moh_model::model_parallel::{ModelPart, TensorShare};
 use moh_model::{AuxiliaryLosses, LayerHeads, ModelConfig, ModelLayout, MohConfig, SharedHeadSets};
@@ -51,13 +51,13 @@ pub(super) struct Work<'a> {
     pub stage: &'a Stage,
     /// The configuration with the stage's routing and the grown vocabulary.
     pub model: ModelConfig,
-    /// That of the stage's teacher: the model's shape, with the model's own attention or, where the teacher is another
-    /// model, dense.
+    /// The configuration of the stage's teacher. It has the model's shape, with the initial model's attention for
+    /// `"start"`, and dense attention for another model.
     pub teacher: Option<ModelConfig>,
     pub layout: Layout,
     /// Sequences per micro-batch.
     pub micro_batch: usize,
-    /// Elements of the tensors, each on the rank with most of it.
+    /// Elements of the tensors, each on the rank with its largest share.
     pub elements: Elements,
     /// The chunks of the model, in order: rank s of the pipeline has chunks s, s + pipeline, and so
     /// on.
@@ -67,9 +67,9 @@ pub(super) struct Work<'a> {
 /// Elements of the tensors of a model, or of one tensor rank's share of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Elements {
-    /// Of each block.
+    /// Elements of each block.
     pub blocks: Vec<BlockElements>,
-    /// The embedding, and also the output head.
+    /// Elements of the embedding, and also of the output head.
     pub vocabulary: u128,
 }
 
@@ -80,8 +80,8 @@ pub(super) struct BlockElements {
 }
 
 impl Elements {
-    /// Returns the elements of the tensors of a model that `ranks` tensor ranks share, on the first rank, which has
-    /// most of each.
+    /// Returns the elements of the tensors of a model that `ranks` tensor ranks share, on the first rank, which has the
+    /// largest share of each tensor.
     fn new(model: &ModelConfig, ranks: usize) -> Self {
         let tensor = TensorShare { rank: 0, ranks: ranks.max(1) };
         let layout =
@@ -102,8 +102,8 @@ impl Elements {
     }
 }
 
-/// Returns the routing of a stage, as far as it is known: of shared heads that a calibration chooses, the last ones,
-/// whose tables have the most columns, or none where it chooses their number.
+/// Returns the routing of a stage, as far as it is known. If a calibration chooses the shared heads, returns the last
+/// heads, with the largest tables. If it also chooses their number, returns no shared heads.
 fn largest_routing(
     recipe: &Recipe,
     stage: &Stage,
@@ -115,7 +115,7 @@ fn largest_routing(
     let calibration = calibrated.and_then(Stage::calibration);
     let Some(calibration) = calibration.filter(|of| of.chooses_heads()) else { return moh };
     let heads = model.num_attention_heads;
-    // Shared and selected heads of a layer; a dense one stays dense.
+    // Shared and selected heads of a layer; a dense layer stays dense.
     let numbers = |layer| {
         let LayerHeads { shared, top_k } = moh.layer(layer);
         let keeps = !calibration.chooses_numbers() || !moh.router.selects();
@@ -185,7 +185,7 @@ impl<'a> Work<'a> {
         (self.sequence_length() as u128).saturating_mul(self.micro_batch as u128)
     }
 
-    /// Micro-batches of a step, over all ranks.
+    /// Returns the micro-batches of a step, over all ranks.
     pub fn micro_batches(&self) -> u64 {
         let sequences = self.recipe.batch_sequences(self.stage);
         sequences / (self.micro_batch as u64).max(1)
@@ -218,7 +218,7 @@ impl<'a> Work<'a> {
             + u128::from(part.last) * padded(self.model.hidden_size as u128)
     }
 
-    /// Flat buffers of rank `rank` of the pipeline: blocks, embedding, final norm and head.
+    /// Returns the number of flat buffers of rank `rank` of the pipeline: blocks, embedding, final norm and head.
     pub fn flat_buffers(&self, rank: usize) -> u64 {
         let flats = |part: &ModelPart| {
             let ends = u64::from(part.first) + 2 * u64::from(part.last);

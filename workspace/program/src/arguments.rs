@@ -1,5 +1,5 @@
-//! The arguments of a program: a negative number is the value of the option before it, whose own check then says what
-//! it expects.
+//! Parses the arguments of a program. A negative number is the value of the option before it, and the option's own
+//! check reports the values that it expects.
 
 use std::fmt::Display;
 use std::str::FromStr;
@@ -13,7 +13,8 @@ pub fn parse<P: Parser>() -> P {
     P::from_arg_matches_mut(&mut matches).unwrap_or_else(|error| error.format(&mut command).exit())
 }
 
-/// Makes every option of a command and its subcommands take a negative number, which is not the name of an option.
+/// Makes every option of a command and its subcommands accept a negative number as its value, not as the name of an
+/// option.
 fn take_negative_numbers(command: Command) -> Command {
     let command = command.mut_args(|argument| match argument.get_action().takes_values() {
         true => argument.allow_negative_numbers(true),
@@ -22,13 +23,13 @@ fn take_negative_numbers(command: Command) -> Command {
     command.mut_subcommands(take_negative_numbers)
 }
 
-/// Parses a number that is finite and not below 0.
+/// Parses a finite number that is not negative.
 pub fn not_negative(text: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number >= 0.0);
     number.ok_or_else(|| "expected a number of at least 0".to_owned())
 }
 
-/// A parser of what is `accepted`, whose errors say what is `expected`.
+/// Returns a parser of values that are `accepted`. Its errors say `expected`.
 pub fn only<T: FromStr + Clone + Send + Sync + 'static>(
     accepted: fn(&T) -> bool,
     expected: &'static str,
@@ -36,7 +37,7 @@ pub fn only<T: FromStr + Clone + Send + Sync + 'static>(
     move |text| text.parse().ok().filter(accepted).ok_or_else(|| expected.to_owned())
 }
 
-/// Returns a parser of whole numbers from `min` on, whose errors say so.
+/// Returns a parser of whole numbers of at least `min`. Its errors name `min`.
 pub fn at_least<T>(min: T) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static
 where
     T: FromStr + PartialOrd + Display + Clone + Send + Sync + 'static,
@@ -47,7 +48,7 @@ where
     }
 }
 
-/// As [`at_least`], with a largest number.
+/// Returns a parser of whole numbers from `min` to `max`.
 pub fn between<T>(
     min: T,
     max: T,

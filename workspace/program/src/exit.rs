@@ -1,6 +1,6 @@
-//! From a program's result to its exit code: 0 success, 1 error, 2 usage, 75 stopped early after a
-//! checkpoint, 128 + N ended by signal N. An error is one sentence on standard error, `error: ...`.
-//! A closed pipe, as in `moh-data info ... | head`, is not an error.
+//! Converts a program's result to its exit code: 0 success, 1 error, 2 usage, 75 stopped early after a checkpoint,
+//! 128 + N ended by signal N. An error is a single sentence on standard error, `error: ...`. A closed pipe, as in
+//! `moh-data info ... | head`, is not an error.
 
 use std::fmt;
 use std::io::{ErrorKind, Write};
@@ -11,18 +11,18 @@ use std::time::{Duration, Instant};
 
 /// The program failed.
 pub const ERROR: u8 = 1;
-/// Invalid arguments; clap exits with the same code.
+/// Invalid arguments. Clap exits with the same code.
 const USAGE: u8 = 2;
-/// Stopped early, to be run again: sysexits' EX_TEMPFAIL.
+/// Stopped early, and can be run again: sysexits' EX_TEMPFAIL.
 const STOPPED_EARLY: u8 = 75;
 
-/// Returned as an error when a program has stopped early and saved its state: exit code 75. Its
-/// message is printed without a prefix.
+/// The error of a program that stopped early and saved its state: exit code 75. Its message is printed without a
+/// prefix.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct StoppedEarly(pub String);
 
-/// Returned as an error for contradictory arguments that clap cannot detect: exit code 2.
+/// The error of contradictory arguments that clap cannot detect: exit code 2.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct Usage(pub String);
@@ -43,21 +43,21 @@ pub fn run(program: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
     ExitCode::from(if error.is::<Usage>() { USAGE } else { ERROR })
 }
 
-/// Prints a line on standard error. A line that cannot be written, as when its reader has left, is
-/// dropped: the work goes on without it.
+/// Prints a line on standard error. If the line cannot be written, as when its reader has left, it is dropped and the
+/// work continues.
 pub fn stderr_line(line: fmt::Arguments<'_>) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-/// Ends the program when SIGINT or SIGTERM arrives, after its temporary files are removed, with 128
-/// and the signal's number as exit code.
+/// Ends the program when SIGINT or SIGTERM arrives, after removing its temporary files. The exit code is 128 plus the
+/// signal's number.
 pub fn remove_temporary_files_on_signals() -> std::io::Result<()> {
     #[cfg(unix)]
     on_signals(end)?;
     Ok(())
 }
 
-/// As [`remove_temporary_files_on_signals`], while `work` runs.
+/// Runs `work`; meanwhile signals end the program as after [`remove_temporary_files_on_signals`].
 pub fn removing_temporary_files_on_signals<R>(work: impl FnOnce() -> R) -> std::io::Result<R> {
     #[cfg(unix)]
     let signals = on_signals(end)?;
@@ -67,7 +67,7 @@ pub fn removing_temporary_files_on_signals<R>(work: impl FnOnce() -> R) -> std::
     Ok(result)
 }
 
-/// Calls `act` with each SIGINT or SIGTERM that arrives, until the handle is closed.
+/// Calls `act` with each SIGINT or SIGTERM, until the handle is closed.
 #[cfg(unix)]
 fn on_signals(
     act: impl FnMut(i32) + Send + 'static,
@@ -79,18 +79,17 @@ fn on_signals(
     Ok(handle)
 }
 
-/// Ends the program at a signal, after its temporary files are removed.
+/// Ends the program at a signal, after removing its temporary files.
 fn end(signal: i32) {
     moh_files::exit_without_temporaries(128 + signal)
 }
 
-/// Within this time a second signal is the same request: `timeout` and shells send one to a process and to its
-/// group.
+/// Within this time, a second signal is the same request: `timeout` and shells signal a process and also its group.
 pub const SAME_REQUEST: Duration = Duration::from_millis(200);
-/// The time that work has to end after a signal; what does not look at it then ends with the program.
+/// The time that work has to end after a signal. Work that ignores the signal then ends with the program.
 const PATIENCE: Duration = Duration::from_secs(4);
 
-/// What a signal asks for.
+/// The request of a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Request {
     /// To end in order.
@@ -105,17 +104,17 @@ pub enum Request {
 #[derive(Debug)]
 pub struct Requests {
     same: Duration,
-    /// When the first one was received.
+    /// When the first signal was received.
     first: Option<Instant>,
 }
 
 impl Requests {
-    /// No signal yet; one within `same` of the first is the same request.
+    /// Creates the state before any signal. Signals within `same` of the first repeat its request.
     pub fn new(same: Duration) -> Self {
         Requests { same, first: None }
     }
 
-    /// What a signal asks for that is received now.
+    /// Returns the request of a signal that is received at `now`.
     pub fn receive(&mut self, now: Instant) -> Request {
         let Some(first) = self.first else {
             self.first = Some(now);
@@ -128,8 +127,8 @@ impl Requests {
     }
 }
 
-/// Calls `first` with the first SIGINT or SIGTERM that arrives. A second one ends the program, after its temporary
-/// files are removed, with 128 and the signal's number as exit code.
+/// Calls `first` with the first SIGINT or SIGTERM. A second signal ends the program, after removing its temporary
+/// files, with 128 plus the signal's number as exit code.
 pub fn at_first_signal(first: impl FnOnce(i32) + Send + 'static) -> std::io::Result<()> {
     let (mut requests, mut first) = (Requests::new(SAME_REQUEST), Some(first));
     let act = move |signal| match requests.receive(Instant::now()) {
@@ -144,13 +143,13 @@ pub fn at_first_signal(first: impl FnOnce(i32) + Send + 'static) -> std::io::Res
     Ok(())
 }
 
-/// Sets `stop` when SIGINT or SIGTERM arrives, so that the program can save what it has done. If it has not ended in
-/// some seconds, or at a second signal, it ends as [`at_first_signal`] says.
+/// Sets `stop` when SIGINT or SIGTERM arrives, so that the program can save its work. If it has not ended after some
+/// seconds, or at a second signal, it ends as in [`at_first_signal`].
 pub fn stop_on_signals(stop: &Arc<AtomicBool>) -> std::io::Result<()> {
     let stop = Arc::clone(stop);
     at_first_signal(move |signal| {
         stop.store(true, Ordering::Relaxed);
-        // Without the thread a second signal ends the program.
+        // If the thread cannot start, a second signal still ends the program.
         let _ = std::thread::Builder::new().spawn(move || {
             std::thread::sleep(PATIENCE);
             end(signal);
@@ -158,7 +157,7 @@ pub fn stop_on_signals(stop: &Arc<AtomicBool>) -> std::io::Result<()> {
     })
 }
 
-/// Makes a file that exceeds a limit an error of `write`, like a full disk; by default the signal
+/// Turns the signal for a file that exceeds a limit into an error of `write`, as on a full disk. By default the signal
 /// ends the process.
 fn full_disks_are_errors() -> anyhow::Result<()> {
     #[cfg(unix)]
@@ -166,7 +165,7 @@ fn full_disks_are_errors() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the error and its causes, without causes that an earlier message already quotes.
+/// Returns the error and its causes, without causes that an earlier message quotes.
 fn sentence(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {

@@ -1,5 +1,5 @@
-//! What every program needs: arguments and the values of common options, exit codes, progress, the processor, tables,
-//! numbers with their nouns, and dates.
+//! Parts that every program needs: arguments and the values of common options, exit codes, progress, the processor,
+//! tables, numbers with their nouns, and dates.
 
 pub mod arguments;
 pub mod exit;

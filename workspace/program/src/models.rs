@@ -1,4 +1,4 @@
-//! Models and tokenizers by name, for programs: located, on the hub too, and loaded.
+//! Finds models and tokenizers by name, also on the hub, and loads them.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -14,18 +14,18 @@ use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD};
 use moh_model::{Model, ModelConfig};
 use moh_text::TextTokenizer;
 
-/// Where a model is.
+/// The place of a model.
 #[derive(Debug, Clone)]
 pub enum Place {
     /// In a directory in Hugging Face layout.
     Directory(PathBuf),
-    /// In a run: the model is the one that an export of the checkpoint has.
+    /// In a run: the model that an export of the checkpoint would have.
     Checkpoint(RunCheckpoint),
 }
 
 impl Place {
-    /// Returns the place of the model `name`: a run, as `RUN` for its newest good checkpoint or `RUN@STEP`, a
-    /// directory, or a repository of the hub, which is downloaded if necessary.
+    /// Finds the model `name`: a run, a directory, or a repository of the hub, which is downloaded if necessary. `RUN`
+    /// names a run's newest good checkpoint, `RUN@STEP` another.
     pub fn find(name: &str, revision: Option<&str>) -> anyhow::Result<Self> {
         match RunCheckpoint::from_name(name)? {
             Some(_) if revision.is_some() => {
@@ -37,15 +37,15 @@ impl Place {
     }
 }
 
-/// A model by name, whose weights are not read yet.
+/// A model by name. Its weights are not read yet.
 #[derive(Debug)]
 pub struct NamedModel {
-    /// As the user names it.
+    /// The user's name for the model.
     pub name: String,
     /// Its configuration.
     pub config: ModelConfig,
     place: Place,
-    /// Read when it is first asked for.
+    /// Read at the first use.
     tokenizer: OnceLock<Option<TextTokenizer>>,
 }
 
@@ -58,7 +58,7 @@ impl NamedModel {
         Self::at(name, Place::find(name, revision)?)
     }
 
-    /// Returns the model at a place, which the user names so.
+    /// Opens the model at a place; `name` is the user's name for it.
     pub fn at(name: &str, place: Place) -> anyhow::Result<Self> {
         let config = match &place {
             Place::Directory(directory) => ConfigFile::read(directory)?.config,
@@ -67,7 +67,7 @@ impl NamedModel {
         Ok(NamedModel { name: name.to_owned(), config, place, tokenizer: OnceLock::new() })
     }
 
-    /// Returns the checkpoint, if the model is one of a run.
+    /// Returns the checkpoint, if the model is a run's.
     pub fn checkpoint(&self) -> Option<&RunCheckpoint> {
         match &self.place {
             Place::Checkpoint(checkpoint) => Some(checkpoint),
@@ -83,7 +83,7 @@ impl NamedModel {
         }
     }
 
-    /// Returns the tokenizer, if there is one.
+    /// Returns the tokenizer; `None` if the model has no tokenizer.
     pub fn tokenizer(&self) -> anyhow::Result<Option<&TextTokenizer>> {
         if let Some(known) = self.tokenizer.get() {
             return Ok(known.as_ref());
@@ -99,10 +99,10 @@ impl NamedModel {
         Ok(self.tokenizer.get_or_init(|| found).as_ref())
     }
 
-    /// Returns the tokenizer; an error if there is none.
+    /// Returns the tokenizer. Fails if the model has no tokenizer.
     pub fn required_tokenizer(&self) -> anyhow::Result<TextTokenizer> {
         let directory = match &self.place {
-            // The error says which files of tokenizers there are.
+            // If the tokenizer is missing, the error names the files of tokenizers that exist.
             Place::Directory(directory) => directory.clone(),
             Place::Checkpoint(checkpoint) => checkpoint.run.tokenizer().with_context(|| {
                 format!("{}: the run has no tokenizer, which text requires", self.name)
@@ -111,15 +111,15 @@ impl NamedModel {
         model_tokenizer(&directory, self.config.vocab_size)
     }
 
-    /// Returns the element type of the model's computation: `asked`, or the embedding's type, or f32 if there is no
-    /// computation in the embedding's type.
+    /// Returns the element type of the model's computation: `asked`, or else the embedding's type. If no computation
+    /// has the embedding's type, returns f32.
     pub fn element_type(&self, asked: Option<ElementType>) -> anyhow::Result<ElementType> {
         let stored = match (asked, &self.place) {
             (Some(asked), _) => return Ok(asked),
             (None, Place::Checkpoint(checkpoint)) => checkpoint.export_type()?,
             (None, Place::Directory(directory)) => {
                 let weights = WeightFiles::open(directory)?;
-                // A tied model may have the head alone.
+                // A tied model may store only the output head.
                 weights
                     .get(EMBEDDING)
                     .or_else(|error| weights.get(OUTPUT_HEAD).map_err(|_| error))?
@@ -147,7 +147,7 @@ impl NamedModel {
         }
     }
 
-    /// What reads each tensor.
+    /// Returns a function that reads a tensor by its name.
     pub fn tensors(&self) -> anyhow::Result<Tensors> {
         Ok(match &self.place {
             Place::Directory(directory) => {
@@ -162,7 +162,7 @@ impl NamedModel {
     }
 }
 
-/// Returns the directory of a model: itself, or a repository of the hub, downloaded if necessary.
+/// Returns the directory of a model. `model` is the directory, or a repository of the hub, downloaded if necessary.
 pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     let hub = Hub::from_environment();
     let directory = hub.resolve(FileSet::Model, model, revision, &mut download_bar())?;
@@ -172,13 +172,13 @@ pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     }
 }
 
-/// Loads a tokenizer: a `tokenizer.json`, a directory with one, or that of a repository of the hub,
-/// downloaded if necessary.
+/// Loads a tokenizer from a `tokenizer.json`, a directory with that file, or a repository of the hub, downloaded if
+/// necessary.
 pub fn named_tokenizer(name: &str, revision: Option<&str>) -> anyhow::Result<TextTokenizer> {
     load_tokenizer(&tokenizer_file(name, revision)?)
 }
 
-/// Loads the tokenizer in a directory, or a `tokenizer.json`, and prints what is to be known of its files.
+/// Loads the tokenizer in a directory, or a `tokenizer.json`, and prints warnings about its files.
 pub fn load_tokenizer(path: &Path) -> anyhow::Result<TextTokenizer> {
     let tokenizer = TextTokenizer::load(path)?;
     for remark in tokenizer.remarks() {
@@ -198,7 +198,7 @@ pub fn tokenizer_file(name: &str, revision: Option<&str>) -> anyhow::Result<Path
     Ok(directory.join("tokenizer.json"))
 }
 
-/// Shows a download in a bar; there is none before its first progress.
+/// Returns a function that shows a download in a bar, from its first progress on.
 fn download_bar() -> impl FnMut(u64, u64) {
     let mut bar = None;
     move |bytes, total| {
@@ -215,7 +215,7 @@ pub fn load<B: Backend, T: Element>(
     Ok(stored(directory)?.load(backend, positions)?)
 }
 
-/// Opens the files of the model in `directory`, and prints what is to be known of them.
+/// Opens the files of the model in `directory`, and prints a warning about them.
 pub fn stored(directory: &Path) -> anyhow::Result<StoredModel> {
     let stored = StoredModel::open(directory)?;
     if let Some(warning) = &stored.warning {
@@ -224,7 +224,7 @@ pub fn stored(directory: &Path) -> anyhow::Result<StoredModel> {
     Ok(stored)
 }
 
-/// Returns the tokenizer in a model's directory, if it exists.
+/// Returns the tokenizer in a model's directory, if it has a `tokenizer.json`.
 pub fn tokenizer(directory: &Path) -> anyhow::Result<Option<TextTokenizer>> {
     match moh_files::is_file(&directory.join("tokenizer.json"))? {
         true => load_tokenizer(directory).map(Some),
@@ -232,8 +232,8 @@ pub fn tokenizer(directory: &Path) -> anyhow::Result<Option<TextTokenizer>> {
     }
 }
 
-/// Returns the tokenizer in the directory of a model with so many rows; an error if it does not exist. Prints what is
-/// to be known of its files, and of tokens that the model has no rows for.
+/// Returns the tokenizer in the directory of a model with `rows` rows. Fails if it does not exist. Prints warnings
+/// about its files, and about tokens for which the model has no rows.
 fn model_tokenizer(directory: &Path, rows: usize) -> anyhow::Result<TextTokenizer> {
     let tokenizer = load_tokenizer(directory)?;
     let ids = rows as u64..tokenizer.vocab_size() as u64;

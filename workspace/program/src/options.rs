@@ -1,4 +1,4 @@
-//! Values of options that several programs have: element types, routers, devices, and a generator's sizes.
+//! Values of options of several programs: element types, routers, devices, and a generator's sizes.
 
 use anyhow::Context as _;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
@@ -24,8 +24,8 @@ pub fn routers() -> impl TypedValueParser<Value = RouterKind> {
         .try_map(|name| RouterKind::from_name(&name).ok_or("not a router"))
 }
 
-/// Returns the sizes of a generator of up to `tokens` tokens. The weights get packed copies unless these would take
-/// more than half of the machine's available memory.
+/// Returns the sizes of a generator of up to `tokens` tokens. The weights get packed copies, unless these need more
+/// than half of the machine's available memory.
 pub fn batch_options<B: Backend, T: Element>(model: &Model<B, T>, tokens: usize) -> BatchOptions {
     let packed = BatchGenerator::packed_bytes(model);
     let pack_weights = available_memory().is_none_or(|available| packed <= available / 2);

@@ -1,10 +1,10 @@
-//! The name of this machine's processor, which a figure gives.
+//! The name of this machine's processor, for figures.
 
-/// By which x86 processors are told apart: the vendor, the family and the model.
+/// Identifies x86 processors: the vendor, the family and the model.
 type Signature = (String, u8, u8);
 
-/// Returns the processor's name, without marks, clock and number of cores, and its microarchitecture, or family and
-/// model if that is not known.
+/// Returns the processor's name, without marks, clock and number of cores, and its microarchitecture. If the
+/// microarchitecture is unknown, returns family and model instead.
 pub fn label() -> String {
     let (name, signature) = identity();
     labelled(short(&name), signature)
@@ -18,10 +18,10 @@ fn labelled(name: String, signature: Option<Signature>) -> String {
     }
 }
 
-/// Returns the name of the processor's design, which a name in a virtual machine often leaves out.
+/// Returns the name of the processor's design, which a name in a virtual machine often omits.
 ///
-/// AMD's by Linux 6.11 (`bsp_init_amd` in arch/x86/kernel/cpu/amd.c), Intel's servers by
-/// arch/x86/include/asm/intel-family.h.
+/// Sources: Linux 6.11, `bsp_init_amd` in arch/x86/kernel/cpu/amd.c for AMD, and arch/x86/include/asm/intel-family.h
+/// for Intel's servers.
 fn microarchitecture(vendor: &str, family: u8, model: u8) -> Option<&'static str> {
     Some(match (vendor, family, model) {
         ("AuthenticAMD", 0x17, 0x00..=0x2f | 0x50..=0x5f) => "Zen",
@@ -48,13 +48,13 @@ fn identity() -> (String, Option<Signature>) {
     (name.unwrap_or_default(), signature)
 }
 
-/// Returns the architecture: elsewhere programs cannot ask the processor for its name.
+/// Returns the architecture, because only x86 processors can be asked for their name.
 #[cfg(not(target_arch = "x86_64"))]
 fn identity() -> (String, Option<Signature>) {
     (std::env::consts::ARCH.to_owned(), None)
 }
 
-/// Returns a processor's name without marks, clock, number of cores and the words that all of them have.
+/// Returns a processor's name without marks, clock, number of cores and words that all names have.
 fn short(name: &str) -> String {
     let name = name.split(" @ ").next().unwrap_or_default();
     let name = ["(R)", "(r)", "(TM)", "(tm)"]

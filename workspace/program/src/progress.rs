@@ -1,5 +1,5 @@
-//! Progress of long work: a bar on a terminal, otherwise (and on a dumb terminal) a line about every ten
-//! seconds, so that log files stay readable. All of it goes to standard error.
+//! Shows the progress of long work on standard error. On a terminal it is a bar. Otherwise, and on a dumb terminal, it
+//! is a line about every ten seconds, so that log files stay readable.
 
 use std::ffi::OsStr;
 use std::io::{IsTerminal, stderr};
@@ -9,17 +9,17 @@ use indicatif::{HumanBytes, HumanCount, HumanDuration, ProgressBar, ProgressStyl
 
 use crate::exit::stderr_line;
 
-/// Time between two lines without a terminal.
+/// The time between two lines without a terminal.
 pub const LINE_EVERY: Duration = Duration::from_secs(10);
 
-/// Progress of one piece of work; dropping it ends it.
+/// The progress of a piece of work. Dropping it removes the bar.
 #[derive(Debug)]
 pub struct Bar {
     label: String,
     unit: Unit,
     total: u64,
     detail: String,
-    /// The progress at the first update: work that was done before.
+    /// The progress at the first update, which is work that was done before.
     first: Option<u64>,
     /// `None` without a terminal.
     bar: Option<ProgressBar>,
@@ -32,7 +32,7 @@ pub fn of_bytes(done: u64, total: u64) -> String {
     format!("{} of {}", HumanBytes(done), HumanBytes(total))
 }
 
-/// Returns a rate of items: `7/s`, or `12.3 s each` for less than one a second.
+/// Returns a rate of items: `7/s`, or `12.3 s each` below one per second.
 pub fn rate_of_items(per_second: f64) -> String {
     match per_second {
         rate if rate > 0.0 && rate < 1.0 => format!("{:.1} s each", 1.0 / rate),
@@ -40,13 +40,13 @@ pub fn rate_of_items(per_second: f64) -> String {
     }
 }
 
-/// Returns the time that `left` more items take at this rate: `, 2m left`; empty if it is not known.
+/// Returns the time of `left` more items at this rate, as `, 2m left`; empty if it is unknown.
 pub fn time_left(left: u64, per_second: f64) -> String {
     let time = Duration::try_from_secs_f64(left as f64 / per_second);
     time.map_or(String::new(), |time| format!(", {:#} left", HumanDuration(time)))
 }
 
-/// Returns whether standard error is a terminal that can redraw a line; on others indicatif shows nothing.
+/// Returns whether standard error is a terminal that can redraw a line. On other terminals indicatif shows nothing.
 pub fn draws_bars() -> bool {
     stderr().is_terminal() && redraws(std::env::var_os("TERM").as_deref())
 }
@@ -62,12 +62,12 @@ enum Unit {
 }
 
 impl Bar {
-    /// Progress in bytes. A `total` of 0 is unknown; [`Bar::update`] can set it.
+    /// Creates a progress in bytes. A `total` of 0 means unknown; [`Bar::update`] can set it.
     pub fn bytes(label: &str, total: u64) -> Self {
         Self::new(label, total, Unit::Bytes)
     }
 
-    /// Progress in items.
+    /// Creates a progress in items.
     pub fn count(label: &str, total: u64) -> Self {
         Self::new(label, total, Unit::Count)
     }
@@ -82,7 +82,7 @@ impl Bar {
                 Unit::Count => "{prefix} [{bar:40}] {human_pos}/{human_len} {per_sec}{msg}, {eta}",
             };
             let bar = ProgressBar::new(total).with_prefix(label.to_owned());
-            // An invalid template would leave indicatif's default style.
+            // An invalid template falls back to indicatif's default style.
             bar.set_style(
                 ProgressStyle::with_template(template)
                     .unwrap_or_else(|_| ProgressStyle::default_bar())
@@ -117,7 +117,7 @@ impl Bar {
         }
     }
 
-    /// Sets what follows the rate, such as another rate; nothing if it is empty.
+    /// Sets the text after the rate, such as another rate. It may be empty.
     pub fn describe(&mut self, detail: impl FnOnce(Duration) -> String) {
         let is_shown = self.bar.is_some() || self.printed.elapsed() >= LINE_EVERY;
         if is_shown {
@@ -182,7 +182,7 @@ mod tests {
         assert!(line.starts_with("reading: 1.00 KiB of 2.00 KiB (50%), "), "{line}");
         let line = Bar::count("stories", 0).line(0);
         assert_eq!(line, "stories: 0, 0/s");
-        // Nothing is done yet, and then little.
+        // First no item is done, and then a few.
         let mut bar = Bar::count("layers", 32);
         assert_eq!(bar.line(0), "layers: 0 of 32 (0%), 0/s");
         bar.started = Instant::now() - Duration::from_secs(60);
@@ -192,7 +192,7 @@ mod tests {
         bar.detail = ", 7 tokens/s".to_owned();
         bar.started = Instant::now() - Duration::from_secs(4);
         let line = bar.line(3072);
-        // 2 KiB in 4 seconds: what was done before does not count.
+        // 2 KiB in 4 seconds: work done before does not count.
         assert!(
             line.ends_with("(75%), 511 B/s, 7 tokens/s, 2s left")
                 || line.contains("512 B/s, 7 tokens/s, 2s left"),

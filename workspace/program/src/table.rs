@@ -1,9 +1,9 @@
-//! Tables as text.
+//! Formats tables as text.
 
 use comfy_table::{CellAlignment, Row, Table, presets};
 
-/// Returns the rows below a header as lines, their columns two spaces apart: those of `left` to the left, the others to
-/// the right.
+/// Returns a header and rows as lines, with columns two spaces apart. The columns in `left` are aligned left, the
+/// others right.
 pub fn aligned<R: Into<Row>>(
     header: impl Into<Row>,
     rows: impl IntoIterator<Item = R>,

@@ -1,8 +1,8 @@
-//! Moments as dates of the calendar.
+//! Converts moments to dates of the calendar.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Returns a moment in UTC, in whole seconds.
+/// Returns a moment as a date and time in UTC, in whole seconds.
 pub fn utc(moment: SystemTime) -> String {
     let seconds = moment.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let (mut year, mut day) = (1970, seconds / 86_400);

@@ -1,5 +1,6 @@
-//! `moh.calibration = { .. }` of a stage: a conversion by measurement. Where the stage converts a dense model, its
-//! shared heads, output projections and the matrices of a learned router are chosen by sequences that the stage does not train on.
+//! `moh.calibration = { .. }` of a stage: a conversion by measurement. If the stage converts a dense model, the
+//! calibration chooses the shared heads, the output projections and the matrices of a learned router. It measures
+//! sequences that the stage does not train on.
 
 use moh_model::SharedChoice;
 use serde::{Deserialize, Serialize};
@@ -10,11 +11,11 @@ use crate::{AttentionKind, Recipe, Stage};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct CalibrationOptions {
-    /// Tokens of the sequences after the stage's last one, in whole sequences; default: 65,536.
+    /// Tokens to measure, in whole sequences after the stage's last sequence; default: 65,536.
     pub tokens: u64,
-    /// Tokens of them on which sets of shared heads are compared; default: 4,096.
+    /// Tokens, among these, on which sets of shared heads are compared; default: 4,096.
     pub search_tokens: usize,
-    /// Which heads are shared; default: those that are measured to be best.
+    /// Which heads are shared; default: the heads that measure best.
     pub shared: SharedChoice,
     /// Whether the output projections are refitted to the heads that tokens compute; default: true.
     pub refit: bool,
@@ -32,24 +33,24 @@ impl Default for CalibrationOptions {
 }
 
 impl CalibrationOptions {
-    /// Returns whether it chooses the shared heads.
+    /// Returns whether the calibration chooses the shared heads.
     pub fn chooses_heads(&self) -> bool {
         self.shared != SharedChoice::Given
     }
 
-    /// Returns whether it chooses how many heads are shared.
+    /// Returns whether the calibration chooses the number of shared heads.
     pub fn chooses_numbers(&self) -> bool {
         self.shared == SharedChoice::CalibratedNumber
     }
 
-    /// Returns the sequences of `length` tokens that are measured.
+    /// Returns the number of measured sequences of `length` tokens.
     pub fn sequences(&self, length: usize) -> u64 {
         self.tokens / (length as u64).max(1)
     }
 }
 
 impl Stage {
-    /// How the stage's conversion is measured, if it is.
+    /// Returns the options of the stage's calibration, if it has one.
     pub fn calibration(&self) -> Option<CalibrationOptions> {
         let moh = self.moh.as_ref().filter(|_| self.attention == AttentionKind::Moh);
         moh.and_then(|moh| moh.calibration)
@@ -57,8 +58,8 @@ impl Stage {
 }
 
 impl Recipe {
-    /// Returns the stage whose calibration has chosen the shared heads of the stage `index`: itself, or one before it,
-    /// after which every stage has kept them.
+    /// Returns the stage with the calibration that has chosen the shared heads of stage `index`. This is the stage
+    /// itself, or an earlier stage if every stage after it has kept its heads.
     pub fn calibrated_stage(&self, index: usize) -> Option<&Stage> {
         for stage in self.stages.get(..=index)?.iter().rev() {
             let moh = stage.moh.as_ref().filter(|_| stage.attention == AttentionKind::Moh)?;

@@ -1,4 +1,4 @@
-//! `distill = { .. }` of a stage: the teacher whose distribution the stage learns beside its targets.
+//! `distill = { .. }` of a stage: the stage learns a teacher's distribution in addition to its targets.
 
 use moh_model::Distillation;
 use serde::{Deserialize, Serialize};
@@ -39,7 +39,7 @@ impl DistillOptions {
 }
 
 impl Stage {
-    /// What the stage's steps learn of a teacher.
+    /// Returns the settings of the stage's distillation, if it has a teacher.
     pub fn distillation(&self) -> Option<Distillation> {
         let &DistillOptions { weight, cross_entropy, temperature, .. } = self.distill.as_ref()?;
         Some(Distillation { weight, cross_entropy, temperature })

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::KeyFault;
 
-/// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
+/// An error of this crate. Its message is one sentence with the problem, its place and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file could not be read or written, or cannot be used.
@@ -22,7 +22,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The recipe at `path` is invalid for this reason, at `key` or, if that is empty, as a whole.
+    /// Returns the error of a recipe at `path` that is invalid at `key` or, if `key` is empty, as a whole.
     pub fn at_key(path: &Path, key: &str, reason: String) -> Self {
         let origin = path.display().to_string();
         Error::Recipe {

@@ -1,8 +1,8 @@
 //! Recipes: TOML files that describe a training run.
 //!
-//! [`Recipe::load`] reads a file, applies `--set` overrides, fills in defaults and validates
-//! everything that does not depend on the model; [`Recipe::resolve`] does the rest once the model's
-//! shape is known. Relative paths are relative to the current directory.
+//! [`Recipe::load`] reads a file, applies `--set` overrides, fills in defaults and validates everything that does not
+//! depend on the model. [`Recipe::resolve`] does the rest once the model's shape is known. Relative paths are relative
+//! to the current directory.
 
 mod calibration;
 mod distill;
@@ -72,13 +72,13 @@ pub struct Recipe {
     /// Memory settings.
     #[serde(default)]
     pub memory: MemoryOptions,
-    /// When checkpoints are written, and how many are kept.
+    /// The frequency and the retention of checkpoints.
     #[serde(default)]
     pub checkpoint: CheckpointOptions,
     /// Logging.
     #[serde(default)]
     pub log: LogOptions,
-    /// Which steps are not applied, and when the run returns to a checkpoint.
+    /// Which steps are not applied, and when the run ends.
     #[serde(default)]
     pub guard: GuardOptions,
 }
@@ -96,10 +96,10 @@ pub struct Run {
     /// Element type of weights and activations.
     #[serde(with = "element_type")]
     pub dtype: ElementType,
-    /// Whether a GPU's results are bitwise reproducible, which is slower; a CPU's always are.
+    /// Whether a GPU's results are bitwise reproducible, which is slower. A CPU's results always are.
     #[serde(default)]
     pub deterministic: bool,
-    /// Threads of each rank; default: `RAYON_NUM_THREADS`, or else one for each core that the rank may use.
+    /// Threads of each rank; default: `RAYON_NUM_THREADS`, or else one thread for each core that the rank may use.
     pub threads: Option<usize>,
 }
 
@@ -113,7 +113,7 @@ pub enum DeviceKind {
     Cuda,
 }
 
-/// `[data]`: the token files and their order, of every stage that does not say otherwise.
+/// `[data]`: the token files and their order, of every stage without its own.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataOptions {
@@ -127,7 +127,7 @@ pub struct DataOptions {
     pub document_mask: bool,
     /// The token files and their weights in the mixture.
     pub sources: Vec<Source>,
-    /// Held-out texts for validation losses, the most important first; default: none.
+    /// Held-out texts for validation losses, the most important first; default: no text.
     #[serde(default, with = "validation_sets", skip_serializing_if = "Vec::is_empty")]
     pub validation: Vec<ValidationSet>,
 }
@@ -162,20 +162,20 @@ pub struct MemoryOptions {
     pub recompute: Recompute,
 }
 
-/// `[checkpoint]`: when checkpoints are written, and which are kept.
+/// `[checkpoint]`: the frequency and the retention of checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct CheckpointOptions {
-    /// Steps, over all stages, between checkpoints; default: 100. With 0, checkpoints are written
-    /// at the ends of stages only; these are always written.
+    /// Steps, over all stages, between checkpoints; default: 100. With 0, checkpoints are written at the ends of stages
+    /// only, where they are always written.
     pub every_steps: u64,
-    /// Minutes after which the next checkpoint follows, by the first rank's clock; 0, the default, for
-    /// none by time.
+    /// Minutes after which the next checkpoint follows, by the first rank's clock. With 0, the default, no checkpoint
+    /// is due by time.
     pub every_minutes: f64,
     /// Number of the newest checkpoints to keep, at least 1; default: 2.
     pub keep: u64,
-    /// Checkpoints whose step is a multiple of this are never removed; 0, the default, keeps the
-    /// newest ones only.
+    /// Checkpoints at multiples of this step are never removed. With 0, the default, only the newest checkpoints are
+    /// kept.
     pub keep_every: u64,
 }
 
@@ -193,11 +193,11 @@ pub struct LogOptions {
     pub every_steps: u64,
     /// Whether TensorBoard's event files are written; default: true.
     pub tensorboard: bool,
-    /// Steps, over all stages, between norms of gradients and weights by block; 0, the default,
-    /// computes none.
+    /// Steps, over all stages, between norms of gradients and weights by block; with 0, the default, no norms are
+    /// computed.
     pub norms_every_steps: u64,
-    /// Peak rate of a rank's device in TFLOP/s, for the model FLOPs utilization; default: that of
-    /// the GPU by its name, if it is known.
+    /// Peak rate of a rank's device in TFLOP/s, for the model FLOPs utilization; default: the peak rate of the GPU, if
+    /// its name is known.
     pub peak_tflops: Option<f64>,
 }
 
@@ -207,12 +207,12 @@ impl Default for LogOptions {
     }
 }
 
-/// `[guard]`: which steps are not applied, and how many of them end the run.
+/// `[guard]`: which steps are not applied, and the number of such steps that ends the run.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct GuardOptions {
-    /// A step whose loss or gradient norm is above this factor times its running median is not applied;
-    /// 0, the default: only steps whose values are not finite.
+    /// A step is not applied if its loss or gradient norm is above this factor times the running median. With 0, the
+    /// default, only steps with values that are not finite are not applied.
     pub factor: f64,
     /// Steps in a row that are not applied, after which the run ends with an error; default: 10.
     pub patience: u64,
@@ -233,7 +233,7 @@ pub struct KeyFault {
     pub key: String,
     /// The value, if it helps to explain the fault.
     pub value: Option<String>,
-    /// The problem, what was expected, and what to do.
+    /// The problem, the expected value, and the remedy.
     pub reason: String,
 }
 
@@ -263,26 +263,25 @@ impl Recipe {
     /// validates it.
     ///
     /// # Errors
-    /// Fails if the file cannot be read or is not TOML. Reports all faults at once: unknown and
-    /// missing keys, wrong types, overrides that do not apply, and all that [`Recipe::validate`]
-    /// finds in the rest.
+    /// Fails if the file cannot be read or is not TOML. Reports all faults at once: unknown and missing keys, wrong
+    /// types, overrides that do not apply, and all faults that [`Recipe::validate`] finds in the rest.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Self, Error> {
         let bytes = moh_files::read_bounded(path, MAX_FILE_BYTES, "a recipe")?;
         Self::parse(&moh_files::utf8(path, bytes)?, path, overrides)
     }
 
-    /// As [`Recipe::load`], of the resolved recipe of a run, which may have a key that only earlier versions had.
+    /// Loads the resolved recipe of a run, as [`Recipe::load`]. It may have a key that only earlier versions had.
     pub fn load_stored(path: &Path, overrides: &[String]) -> Result<Self, Error> {
         let bytes = moh_files::read_bounded(path, MAX_FILE_BYTES, "a recipe")?;
         Self::parse_stored(&moh_files::utf8(path, bytes)?, path, overrides)
     }
 
-    /// Loads a recipe from `text`; messages name it `path`.
+    /// Loads a recipe from `text`. Messages name it `path`.
     pub fn parse(text: &str, path: &Path, overrides: &[String]) -> Result<Self, Error> {
         Self::from_text(text, path, overrides, false)
     }
 
-    /// As [`Recipe::parse`], of the resolved recipe of a run.
+    /// Loads the resolved recipe of a run from `text`, as [`Recipe::parse`].
     pub fn parse_stored(text: &str, path: &Path, overrides: &[String]) -> Result<Self, Error> {
         Self::from_text(text, path, overrides, true)
     }
@@ -329,21 +328,20 @@ impl Recipe {
                 continue;
             }
             let moh = stage.moh.get_or_insert_default();
-            // It loses least where a dense model is measured.
+            // This router loses least where a dense model is measured.
             let measured = moh.calibration.map(|_| RouterKind::Linear);
             moh.router = moh.router.or(router).or(measured);
             router = moh.router;
         }
     }
 
-    /// Checks everything that does not depend on the model; messages name the recipe `path`
-    /// and all faults.
+    /// Checks everything that does not depend on the model. Messages name the recipe `path` and all faults.
     pub fn validate(&self, path: &Path) -> Result<(), Error> {
         refuse(validate::faults(self, &BTreeSet::new()), path)
     }
 
-    /// Fills in the defaults that depend on the model's shape (before its vocabulary is padded), and
-    /// checks the recipe against the model; messages name the recipe `path`.
+    /// Fills in the defaults that depend on the model's shape (before its vocabulary is padded), and checks the recipe
+    /// against the model. Messages name the recipe `path`.
     pub fn resolve(&mut self, path: &Path, model: &ModelConfig) -> Result<(), Error> {
         for stage in &mut self.stages {
             // Counts that do not fit are faults below.
@@ -362,23 +360,21 @@ impl Recipe {
         Value::try_from(self).map_err(|error| unwritable(&error))
     }
 
-    /// Returns the recipe as TOML, with all known defaults filled in; [`Recipe::load`] reads it back
-    /// unchanged.
+    /// Returns the recipe as TOML, with all known defaults filled in. [`Recipe::load`] reads it back unchanged.
     ///
     /// # Errors
-    /// Fails if a path is not UTF-8 or TOML cannot represent a number, neither of which a loaded
-    /// recipe contains.
+    /// Fails if a path is not UTF-8, or if TOML cannot represent a number. A loaded recipe contains neither.
     pub fn to_toml(&self) -> Result<String, Error> {
         // By way of the table, so that the structs have one serializer.
         toml::to_string(&self.to_value()?).map_err(|error| unwritable(&error))
     }
 
-    /// Total steps of all stages.
+    /// Returns the total steps of all stages.
     pub fn num_steps(&self) -> u64 {
         self.stages.iter().map(Stage::num_steps).sum()
     }
 
-    /// Steps of the run before step `step` of a stage; `None` if there is no such stage or step.
+    /// Returns the steps of the run before step `step` of a stage; `None` for an unknown stage or step 0.
     pub fn steps_before(&self, stage: &str, step: u64) -> Option<u64> {
         let index = self.stages.iter().position(|known| known.name == stage)?;
         let before = self.stages[..index].iter().map(Stage::num_steps).fold(0, u64::saturating_add);

@@ -8,16 +8,15 @@ use toml::de::{DeTable, DeValue};
 
 use super::problem::join;
 
-/// Depth of the deepest key that is looked up; keys of recipes are shallower.
+/// Depth of the deepest key that is looked up. Keys of recipes are shallower.
 const MAX_DEPTH: usize = 16;
 
-/// The line of every key of a file. Elements of lists are found by index and, if they have one, by
-/// name.
+/// The line of every key of a file. Elements of lists are found by index and, if they have a name, by name.
 #[derive(Debug, Default)]
 pub struct Lines(BTreeMap<String, usize>);
 
 impl Lines {
-    /// Returns the lines of `text`; none if it is not TOML.
+    /// Returns the lines of `text`; empty if it is not TOML.
     pub fn new(text: &str) -> Self {
         let mut lines = Lines::default();
         if let Ok(table) = DeTable::parse(text) {

@@ -23,14 +23,14 @@ pub struct ModelOptions {
     /// checkpoint than the newest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<String>,
-    /// Whether the optimiser's moments of the run in `from` are taken over too; default: false.
+    /// Whether the optimiser's moments of the run in `from` are loaded too; default: false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub moments: bool,
     /// Revision of the hub's repository; default: its main branch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revision: Option<String>,
-    /// A `config.json` with the shape, for plans without the weights; training checks it against
-    /// theirs.
+    /// A `config.json` with the shape, for plans without the weights. Training checks it against the shape of the
+    /// weights.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub config: Option<PathBuf>,
     /// Directory of a new model's tokenizer.
@@ -40,8 +40,8 @@ pub struct ModelOptions {
     /// padding without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pad_vocab_to: Option<usize>,
-    /// The size of the vocabulary after padding, also of a model whose `config` has a smaller one: a plan uses it,
-    /// and training checks it.
+    /// The size of the vocabulary after padding. `config` may have a smaller size. A plan uses this size, and training
+    /// checks it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vocab_size: Option<usize>,
     /// The shape of a new model.
@@ -81,7 +81,7 @@ pub struct NewModel {
     /// Base of RoPE's wavelengths; default: 10000.
     #[serde(default = "default_theta")]
     pub rope_theta: f64,
-    /// Llama 3's scaling of RoPE; default: none.
+    /// Llama 3's scaling of RoPE; default: no scaling.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rope_scaling: Option<RopeScaling>,
     /// Whether the output head shares the embedding's weights; default: false.
@@ -90,7 +90,7 @@ pub struct NewModel {
     /// Standard deviation of initial matrices; default: 0.02.
     #[serde(default = "default_initializer_range")]
     pub initializer_range: f64,
-    /// The routing with which it begins; default: none, a dense model.
+    /// The initial routing; by default the model is dense.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moh: Option<NewMohOptions>,
     /// The token that begins a text.
@@ -101,8 +101,7 @@ pub struct NewModel {
     pub eos_token_id: Option<TokenIds>,
 }
 
-/// `moh = { .. }` of `[model.new]`: a new Mixture-of-Head model, of which a learned router's matrices are
-/// part.
+/// `moh = { .. }` of `[model.new]`: a new Mixture-of-Head model, with a learned router's matrices.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct NewMohOptions {
@@ -129,9 +128,9 @@ pub struct RopeScaling {
     pub rope_type: String,
     /// Divisor of the low frequencies.
     pub factor: f64,
-    /// Wavelengths above the original length over this are divided by `factor`.
+    /// Wavelengths above the original length divided by this are divided by `factor`.
     pub low_freq_factor: f64,
-    /// Wavelengths below the original length over this are unchanged.
+    /// Wavelengths below the original length divided by this are unchanged.
     pub high_freq_factor: f64,
     /// Context length before scaling, in tokens.
     pub original_max_position_embeddings: usize,
@@ -200,7 +199,7 @@ impl ModelOptions {
         }
     }
 
-    /// Pads `vocabulary` as the recipe specifies.
+    /// Returns `vocabulary` padded as the recipe specifies.
     pub fn padded_vocabulary(&self, vocabulary: usize) -> usize {
         let multiple = self.pad_vocab_to.unwrap_or(1).max(1);
         vocabulary.checked_next_multiple_of(multiple).unwrap_or(vocabulary)
@@ -208,8 +207,7 @@ impl ModelOptions {
 }
 
 impl NewModel {
-    /// Returns the configuration of the new model, as its `config.json` would have it; messages name it
-    /// `path`.
+    /// Returns the configuration of the new model, as its `config.json` would have it. Messages name it `path`.
     ///
     /// # Errors
     /// Fails if the sizes are not a valid model's.
@@ -233,9 +231,9 @@ impl NewModel {
 }
 
 impl Recipe {
-    /// Returns the shape of the initial model, before its vocabulary is padded, from `[model.new]`, `config` or
-    /// the model directory `from`; `None` for a repository of the hub. Messages name the recipe `path`. A run in
-    /// `from` is not looked into.
+    /// Returns the shape of the initial model, before its vocabulary is padded, from `[model.new]`, `config` or the
+    /// model directory `from`; `None` for a repository of the hub. Messages name the recipe `path`. A run in `from` is
+    /// not opened.
     pub fn model_config(&self, path: &Path) -> Result<Option<ModelConfig>, Error> {
         let ModelOptions { new, config, from, .. } = &self.model;
         if let Some(new) = new {
@@ -251,7 +249,7 @@ impl Recipe {
     }
 }
 
-/// Reads the file of `model.config`; messages name the recipe `path` and the key.
+/// Reads the file of `model.config`. Messages name the recipe `path` and the key.
 pub fn read_shape(path: &Path, file: &Path) -> Result<ModelConfig, Error> {
     let fault = |error: moh_hf::Error| {
         let here = std::env::current_dir().ok().filter(|_| file.is_relative() && !file.exists());

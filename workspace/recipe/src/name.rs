@@ -5,7 +5,7 @@ use std::fmt;
 use serde::Deserializer;
 use serde::de::{EnumAccess, Error, VariantAccess, Visitor};
 
-/// Deserializes one of `names` by `parse`, which knows all of them.
+/// Deserializes one of `names` by `parse`, which accepts all of `names`.
 pub(super) fn from_name<'de, D: Deserializer<'de>, T>(
     deserializer: D,
     names: &'static [&'static str],

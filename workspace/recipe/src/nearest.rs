@@ -4,7 +4,7 @@
 const MAX_COST: f64 = 0.6;
 /// Cost of a component that only one of two paths has.
 const MISSING_COMPONENT: f64 = 0.3;
-/// Maximum cost of a name that is part of the other one.
+/// Maximum cost of a name that is part of the other name.
 const PART: f64 = 0.3;
 /// Longest name that is compared.
 const MAX_NAME: usize = 64;
@@ -34,7 +34,7 @@ pub(super) fn nearest_name<'a>(
     cheapest(names.into_iter().map(|name| (name_cost(found, name), name))).map(|(_, name)| name)
 }
 
-/// Returns the candidate of the smallest cost, the first of equal ones.
+/// Returns the candidate with the smallest cost, or the first of equal candidates.
 fn cheapest<T>(candidates: impl Iterator<Item = (f64, T)>) -> Option<(f64, T)> {
     let useful = candidates.filter(|(cost, _)| *cost <= MAX_COST);
     useful.min_by(|a, b| a.0.total_cmp(&b.0))
@@ -50,7 +50,8 @@ fn path_cost(found: &[&str], known: &[&str]) -> f64 {
     }
 }
 
-/// Returns the cost of the tables that only one of two paths has: those between their common first and last ones.
+/// Returns the cost of the tables that only one of two paths has: the tables between their common first and last
+/// tables.
 fn tables_cost(found: &[&str], known: &[&str]) -> f64 {
     let same = |(found, known): &(&&str, &&str)| found == known || **known == ANY;
     let first = found.iter().zip(known).take_while(same).count();
@@ -59,7 +60,7 @@ fn tables_cost(found: &[&str], known: &[&str]) -> f64 {
     (found.len() + known.len() - 2 * last) as f64 * MISSING_COMPONENT
 }
 
-/// Returns the edits from one name to the other, as a fraction of the longer one's length.
+/// Returns the edits from one name to the other, as a fraction of the longer name's length.
 fn name_cost(found: &str, known: &str) -> f64 {
     if found.len() > MAX_NAME {
         return f64::INFINITY;

@@ -1,8 +1,8 @@
-//! A value of a TOML table as serde's deserializer, with its path (stages by name), which accepts whole floats such as
+//! A value of a TOML table with its path (stages by name), as serde's deserializer. It accepts whole floats such as
 //! `1e9` as integers.
 //!
-//! A value that is missing or cannot be read has a stand-in, which answers every request with some valid value, so that
-//! reading continues to the next fault (`reader.rs`). A stand-in records the keys that are requested of it.
+//! A value that is missing or cannot be read has a stand-in. The stand-in answers every request with some valid value,
+//! so that reading continues to the next fault (`reader.rs`). It records the keys that are requested from it.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -16,7 +16,7 @@ use super::nearest::ANY;
 use super::problem::{Problem, join, one_of};
 use super::reader::{KnownKeys, element_name};
 
-/// The name of a newtype struct of a list of tables, whose only table may be given without the list.
+/// The name of a newtype struct of a list of tables. A single table may be given without the list.
 pub(super) const TABLE_OR_LIST: &str = "TableOrList";
 
 /// Integers up to this are exact as floats.
@@ -32,15 +32,15 @@ pub(super) struct UnknownKey {
 /// The keys that a reading has met.
 #[derive(Default)]
 pub(super) struct Found {
-    /// Those of tables that their structs do not have.
+    /// Keys of tables that their structs do not have.
     pub(super) unknown: Vec<UnknownKey>,
-    /// Those that were requested of stand-ins.
+    /// Keys that were requested from stand-ins.
     pub(super) known: KnownKeys,
 }
 
-/// What the values of one reading share.
+/// The state that the values of one reading share.
 pub(super) struct Context<'p> {
-    /// Paths whose values are stand-ins.
+    /// The paths of stand-ins.
     stand_ins: &'p BTreeSet<String>,
     found: RefCell<Found>,
 }
@@ -76,7 +76,7 @@ impl<'de, 'p> Node<'de, 'p> {
         Node { value, path, context: self.context }
     }
 
-    /// Returns the entries of `table`, those of the fields `known` alone, with stand-ins for missing keys.
+    /// Returns the entries of `table`, or only the fields `known`, with stand-ins for missing keys.
     fn entries(&self, table: &'de Table, known: Option<&[&str]>) -> Vec<(String, Self)> {
         let is_known = |key: &str| known.is_none_or(|known| known.contains(&key));
         let missing = self.context.stand_ins.iter().filter_map(|path| {
@@ -129,7 +129,7 @@ impl<'de, 'p> Node<'de, 'p> {
     }
 }
 
-/// Implements the integer methods, all of which accept whole floats.
+/// Implements the integer methods, which all accept whole floats.
 macro_rules! unsigned {
     ($($method:ident)*) => {$(
         fn $method<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Problem> {
@@ -223,7 +223,7 @@ impl<'de, 'p> Deserializer<'de> for Node<'de, 'p> {
             _ if name != TABLE_OR_LIST => return visitor.visit_newtype_struct(self),
             Some(Value::Array(values)) => self.elements(values),
             Some(Value::Table(_)) => vec![self],
-            // Both of its forms have known keys.
+            // Both forms have known keys.
             None => vec![self.child(ANY, None), self],
             Some(found) => return self.refuse(found, "a table or a list of tables"),
         };

@@ -13,26 +13,25 @@ use super::reader::{KnownKeys, element_name};
 /// The origin of an overridden key, in messages.
 const ORIGIN: &str = "--set";
 
-/// Where the values of a file come from.
+/// The origins of a file's values.
 #[derive(Debug)]
 pub struct Origins<'a> {
     path: &'a Path,
     lines: Lines,
-    /// The overridden keys as the recipe's reader knows them, elements of lists also by index, and as the user
-    /// gave them.
+    /// The overridden keys, as the recipe's reader and as the user names them. The reader's keys have elements of lists
+    /// also by index.
     overridden: BTreeMap<String, String>,
 }
 
 impl<'a> Origins<'a> {
-    /// Returns the origins of the values in the file `path`, whose keys are on these `lines`.
+    /// Returns the origins of the values in the file `path`, with its keys on these `lines`.
     pub fn new(path: &'a Path, lines: Lines) -> Self {
         Origins { path, lines, overridden: BTreeMap::new() }
     }
 
-    /// Applies `key=value` overrides to a recipe, in order, creating missing tables. Returns a fault
-    /// for an override without `=`, for an unknown stage, and for a key below a value that is not a
-    /// table; unknown keys are found when the recipe is read. The value of a key that `known` has as a text
-    /// needs no quotes.
+    /// Applies `key=value` overrides to a recipe, in order, creating missing tables. Returns a fault for an override
+    /// without `=`, for an unknown stage, and for a key below a value that is not a table. Unknown keys are found when
+    /// the recipe is read. A value needs no quotes if `known` has its key as a text.
     pub(super) fn override_with(
         &mut self,
         recipe: &mut Value,
@@ -68,7 +67,7 @@ impl<'a> Origins<'a> {
         faults
     }
 
-    /// Returns the names the origin of each fault, and sorts them by line; those of overrides come last.
+    /// Names the origin of each fault, and sorts the faults by line, faults of overrides last.
     pub fn name(&self, mut faults: Vec<KeyFault>) -> Vec<KeyFault> {
         for fault in &mut faults {
             if let Some((key, given)) = self.override_of(&fault.key) {
@@ -92,7 +91,8 @@ impl<'a> Origins<'a> {
         faults
     }
 
-    /// Returns whether an override has set `key`, a table around it, or, where the file has no such key, one in it.
+    /// Returns whether an override has set `key` or a table around it. If the file does not have `key`, an override of
+    /// a key below it counts too.
     fn is_of_override(&self, key: &str) -> bool {
         let has_set_within = || self.overridden.keys().any(|overridden| is_below(overridden, key));
         self.override_of(key).is_some() || (!self.lines.has(key) && has_set_within())
@@ -110,8 +110,8 @@ pub fn is_below(key: &str, table: &str) -> bool {
     rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
-/// Returns the value as TOML, or as a string if it is not TOML (a path, a name) or if the key `is_text`; a string in
-/// quotes loses them in either case.
+/// Returns the value as TOML, or as a string if it is not TOML (a path, a name) or if the key `is_text`. Quotes around
+/// a string are removed in both cases.
 fn parse_value(text: &str, is_text: bool) -> Value {
     match text.parse() {
         Ok(Value::String(text)) => Value::String(text),
@@ -163,7 +163,7 @@ fn set(
     }
 }
 
-/// Says that the list `key` has no element `name`, only those called `names`.
+/// Returns the message that the list `key` has no element `name`, only the elements `names`.
 fn no_element(name: &str, key: &str, elements: &[Value], names: &[String]) -> String {
     // An element without a name is added with the whole list.
     if name.parse::<usize>().is_ok() && elements.iter().all(|element| element.get("name").is_none())

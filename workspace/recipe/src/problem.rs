@@ -1,4 +1,4 @@
-//! A fault in a recipe as serde's error: the key, what is wrong with it, and what was expected.
+//! A fault in a recipe as serde's error: the key, the problem and the expected value.
 
 use std::fmt::{self, Display};
 
@@ -14,7 +14,7 @@ pub struct Problem {
     pub(super) missing: Option<&'static str>,
 }
 
-/// Returns the key of an entry of the table `parent`, which is empty for the outermost one.
+/// Returns the key of an entry of the table `parent`, which is empty for the outermost table.
 pub(super) fn join(parent: &str, key: &str) -> String {
     match parent {
         "" => key.to_string(),
@@ -22,7 +22,7 @@ pub(super) fn join(parent: &str, key: &str) -> String {
     }
 }
 
-/// Returns the `names` in quotes, any of which is expected.
+/// Returns the `names` in quotes, as alternatives.
 pub(super) fn one_of(names: &[&str]) -> String {
     let names: Vec<String> = names.iter().map(|name| format!("{name:?}")).collect();
     names.join(" or ")

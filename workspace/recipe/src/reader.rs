@@ -28,18 +28,18 @@ pub fn parse_table(text: &str) -> Result<toml::Table, String> {
 
 /// A value that was read from a table, and the faults in it.
 pub struct Reading<T> {
-    /// The value; stand-ins replace what could not be read. `None` if there are too many faults.
+    /// The value. Stand-ins replace values that could not be read. `None` if there are too many faults.
     pub value: Option<T>,
     /// All faults: unknown keys, missing keys and wrong types.
     pub problems: Vec<Problem>,
-    /// The keys whose values are not known: those of stand-ins, and those that were misspelt.
+    /// The keys without known values: keys of stand-ins, and keys that were misspelt.
     pub stand_ins: BTreeSet<String>,
 }
 
 /// Reads a `T` from a table.
 ///
-/// serde stops at the first fault, so the value is read again, with a stand-in for each faulty one,
-/// until nothing more is found.
+/// serde stops at the first fault, so the value is read again, with a stand-in for each faulty value, until no more
+/// faults are found.
 pub fn read<'de, T: Deserialize<'de>>(table: &'de Value) -> Reading<T> {
     let mut problems: Vec<Problem> = Vec::new();
     let mut stand_ins = BTreeSet::new();
@@ -64,7 +64,7 @@ pub fn read<'de, T: Deserialize<'de>>(table: &'de Value) -> Reading<T> {
     }
 }
 
-/// Adds the unknown keys to the faults, each with the nearest known key; returns these.
+/// Adds the unknown keys to the faults, each with the nearest known key. Returns the nearest keys.
 fn add_unknown<'de, T: Deserialize<'de>>(
     problems: &mut Vec<Problem>,
     unknown: Vec<UnknownKey>,
@@ -95,7 +95,7 @@ fn add_unknown<'de, T: Deserialize<'de>>(
 pub(super) struct KnownKeys {
     /// The paths of all keys.
     pub(super) all: Vec<String>,
-    /// Those of keys whose values are texts.
+    /// The paths of keys with texts as values.
     pub(super) texts: Vec<String>,
 }
 
@@ -109,7 +109,7 @@ impl KnownKeys {
     }
 }
 
-/// Returns the keys that a `T` can have: those that it asks a stand-in for, so the structs are the only schema.
+/// Returns the keys that a `T` can have: the keys that it requests from a stand-in. So the structs are the only schema.
 pub(super) fn known_keys<'de, T: Deserialize<'de>>() -> KnownKeys {
     let stand_ins = BTreeSet::new();
     let context = Context::new(&stand_ins);

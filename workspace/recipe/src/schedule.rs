@@ -1,10 +1,10 @@
 //! The learning rate of each step: linear warm-up, then a decay.
 //!
-//! With steps s = 1..=n and w warm-up steps, lr(s) = max s / w for s <= w. In the last d steps, all after the warm-up
-//! by default, the rate falls: lr(s) = min + (max - min) g((s - (n - d)) / d), where g(f) is (1 + cos(pi f)) / 2,
-//! 1 - f or 1 - sqrt(f), so the last step's rate is `min`. Between the warm-up and them it is `max`. The inverse
-//! square root, max sqrt(max(w, 1) / s) and at least `min` (Megatron-LM's), goes on as long as the stage. The rate
-//! depends on the recipe and the stage's own step only; no optimiser stores it.
+//! With steps s = 1..=n and w warm-up steps, lr(s) = max s / w for s <= w. In the last d steps, by default all steps
+//! after the warm-up, the rate falls: lr(s) = min + (max - min) g((s - (n - d)) / d), where g(f) is (1 + cos(pi f)) /
+//! 2, 1 - f or 1 - sqrt(f). So the last step's rate is `min`. Between the warm-up and these steps the rate is `max`.
+//! The inverse square root, max sqrt(max(w, 1) / s) and at least `min` (Megatron-LM's), lasts as long as the stage. The
+//! rate depends only on the recipe and the stage's own step: no optimiser stores it.
 
 use std::f64::consts::PI;
 
@@ -23,13 +23,12 @@ impl Schedule {
         Schedule { rates, steps }
     }
 
-    /// Returns the learning rate of `step`, counted from 1 within the stage; later steps have the last
-    /// step's rate.
+    /// Returns the learning rate of `step`, counted from 1 within the stage. Later steps have the last step's rate.
     pub fn learning_rate(&self, step: u64) -> f64 {
         let LearningRateOptions { max, min, warmup_steps, decay, decay_steps } = self.rates;
         let step = step.min(self.steps);
         if step <= warmup_steps {
-            // A stage without steps and warm-up has no last step; its rate is max.
+            // A stage without steps and warm-up has no last step, so its rate is max.
             return if warmup_steps == 0 { max } else { max * step as f64 / warmup_steps as f64 };
         }
         let decay_steps = decay_steps.unwrap_or(self.steps - warmup_steps);

@@ -27,10 +27,10 @@ pub struct Stage {
     /// is dense, so that one override gives the dense baseline.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moh: Option<MohOptions>,
-    /// The teacher that the stage learns from beside its targets, if any.
+    /// The teacher that the stage learns from in addition to its targets, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub distill: Option<DistillOptions>,
-    /// What the stage reads in place of the run's `[data]`.
+    /// The data that the stage reads in place of the run's `[data]`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<StageDataOptions>,
     /// The learning-rate schedule.
@@ -57,8 +57,8 @@ pub enum AttentionKind {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MohOptions {
-    /// The router, by its name in `config.json`. Default: the router of the Mixture-of-Head model that the stage
-    /// begins with; for a dense model `"linear"` if the stage is calibrated, otherwise `"query-norm"`.
+    /// The router, by its name in `config.json`. Default: the router of the Mixture-of-Head model that the stage starts
+    /// with; for a dense model `"linear"` if the stage is calibrated, otherwise `"query-norm"`.
     #[serde(with = "router_name", skip_serializing_if = "Option::is_none")]
     pub router: Option<RouterKind>,
     /// Shared heads: one count for all layers, or a list with one for each layer. Default: the
@@ -68,14 +68,14 @@ pub struct MohOptions {
     /// The shared heads themselves, a list for each layer, in place of their number.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shared_head_ids: Option<Vec<Vec<usize>>>,
-    /// Active routed heads per token: one count for all layers, or a list with one for each layer.
-    /// Default: the model's, as above; otherwise as many as make 75% of a layer's heads active.
-    /// 0 leaves the routed heads inactive.
+    /// Active routed heads per token: one count for all layers, or a list with one for each layer. Default: the
+    /// model's, as above; otherwise as many as make 75% of a layer's heads active. With 0, the routed heads are
+    /// inactive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub routed_top_k: Option<HeadCounts>,
     /// Weight of the balance loss relative to the cross-entropy; default: 0.01.
     pub balance_loss_weight: f64,
-    /// How heads and output projections are measured where the stage converts a dense model; default: not at all.
+    /// The measurement of heads and output projections where the stage converts a dense model; default: no measurement.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub calibration: Option<CalibrationOptions>,
 }
@@ -94,24 +94,24 @@ impl Default for MohOptions {
 }
 
 impl MohOptions {
-    /// Gives the shared heads: their numbers where they are the first ones.
+    /// Sets the shared heads: by number if they are the first heads of each layer, otherwise by id.
     pub(crate) fn set_shared(&mut self, shared: &SharedHeadSets) {
         self.shared_head_ids = shared.ids();
         self.shared_heads = self.shared_head_ids.is_none().then(|| shared.counts());
     }
 
-    /// Returns the weight of each auxiliary loss of routers: the key of its name and `_weight`.
+    /// Returns the weight of each auxiliary loss of routers. The weight's key is the loss's name and `_weight`.
     pub fn auxiliary_weights(&self) -> AuxiliaryLosses<f64> {
         AuxiliaryLosses::new(|loss| match loss {
             AuxiliaryLoss::Balance => self.balance_loss_weight,
-            // A stage's own, with its teacher.
+            // Set by the stage's teacher.
             AuxiliaryLoss::Distillation => 0.0,
         })
     }
 }
 
-/// Returns the heads that keys ask for; shared ones by their ids or by their numbers. Fails for ids that are no set of
-/// a layer's heads.
+/// Returns the heads that keys request, shared heads by their ids or by their numbers. Fails if ids are not a set of a
+/// layer's heads.
 pub(crate) fn head_request(
     router: Option<RouterKind>,
     shared_heads: Option<HeadCounts>,
@@ -131,21 +131,21 @@ pub(crate) fn head_request(
 pub struct LearningRateOptions {
     /// The learning rate after the warm-up.
     pub max: f64,
-    /// The learning rate of the last step, or the smallest one; default: 0.
+    /// The learning rate of the last step, or the smallest learning rate; default: 0.
     #[serde(default)]
     pub min: f64,
     /// Steps of the linear warm-up.
     pub warmup_steps: u64,
-    /// How the rate falls from `max` to `min`; default: cosine.
+    /// The decay of the rate from `max` to `min`; default: cosine.
     #[serde(default)]
     pub decay: Decay,
-    /// The last steps, in which it falls; default: all after the warm-up. With fewer the rate stays at `max` in
-    /// between: warm-up, stable, decay (WSD, arXiv 2404.06395).
+    /// The number of last steps, in which the rate falls; default: all steps after the warm-up. With fewer steps, the
+    /// rate stays at `max` in between: warm-up, stable, decay (WSD, arXiv 2404.06395).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub decay_steps: Option<u64>,
 }
 
-/// How the learning rate falls.
+/// The decay of the learning rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Decay {
@@ -163,7 +163,7 @@ pub enum Decay {
 }
 
 impl Decay {
-    /// Returns whether it ends at `min` after a number of steps, which may be given.
+    /// Returns whether the decay ends at `min` after a number of steps, which `decay_steps` may set.
     pub(crate) fn has_end(self) -> bool {
         match self {
             Decay::Cosine | Decay::Linear | Decay::Sqrt => true,
@@ -192,7 +192,7 @@ impl Default for ParallelOptions {
 }
 
 impl ParallelOptions {
-    /// Data ranks of `ranks` ranks; `None` if `ranks` is not a multiple of tensor x pipeline.
+    /// Returns the number of data ranks of `ranks` ranks; `None` if `ranks` is not a multiple of tensor x pipeline.
     pub fn data_ranks(&self, ranks: usize) -> Option<usize> {
         let model = self.tensor.checked_mul(self.pipeline).filter(|&model| model > 0)?;
         (ranks > 0 && ranks.is_multiple_of(model)).then_some(ranks / model)
@@ -200,12 +200,12 @@ impl ParallelOptions {
 }
 
 impl Stage {
-    /// Optimiser steps: tokens over tokens per batch, rounded up.
+    /// Returns the optimiser steps: tokens over tokens per batch, rounded up.
     pub fn num_steps(&self) -> u64 {
         self.steps_of(self.tokens)
     }
 
-    /// Optimiser steps of that many tokens in this stage's batches.
+    /// Returns the optimiser steps of `tokens` tokens in this stage's batches.
     pub fn steps_of(&self, tokens: u64) -> u64 {
         tokens.div_ceil(self.batch_tokens.max(1))
     }
@@ -215,11 +215,11 @@ impl Stage {
         crate::Schedule::new(self.learning_rate, self.num_steps())
     }
 
-    /// Routing of a stage of a run that starts with `model`, with defaults filled in; `None` for dense attention. The
-    /// model may lack a router's matrices.
+    /// Returns the routing of a stage of a run that starts with `model`, with defaults filled in; `None` for dense
+    /// attention. The model may lack a router's matrices.
     ///
     /// # Errors
-    /// Fails if the counts do not fit the model, or if it has matrices that are not used.
+    /// Fails if the counts do not fit the model, or if the model has matrices that the stage does not use.
     pub fn moh_config(&self, model: &ModelConfig) -> Result<Option<MohConfig>, moh_model::Error> {
         if self.attention == AttentionKind::Dense {
             model.added_tensors(None)?;

@@ -1,4 +1,4 @@
-//! The training data of a stage: the run's `[data]`, with what the stage's own `data` table sets in its place.
+//! The training data of a stage: the run's `[data]`, with the replacements of the stage's own `data` table.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::validate::stage_key;
 use crate::{Recipe, Stage};
 
-/// `[stage.data]`: what a stage reads in place of the run's `[data]`. What it leaves out is the run's; the
+/// `[stage.data]`: the data that a stage reads in place of the run's `[data]`. Omitted keys have the run's values. The
 /// validation sets are the run's in all stages.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -22,7 +22,7 @@ pub struct StageDataOptions {
     /// Whether attention is limited to the token's own document.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub document_mask: Option<bool>,
-    /// The token files and their weights, instead of all those of the run.
+    /// The token files and their weights, instead of all of the run's sources.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sources: Option<Vec<Source>>,
 }
@@ -41,19 +41,19 @@ pub struct StageData<'a> {
 }
 
 impl StageData<'_> {
-    /// Returns whether both have the same samples, so that one stage continues those of the other.
+    /// Returns whether both have the same samples, so that one stage continues the other's samples.
     pub fn has_samples_of(&self, other: &Self) -> bool {
         self.visits_windows_of(other) && self.sources == other.sources
     }
 
-    /// Returns whether both divide a file into the same windows, and visit these in the same order.
+    /// Returns whether both divide a file into the same windows, and visit the windows in the same order.
     pub fn visits_windows_of(&self, other: &Self) -> bool {
         (self.sequence_length, self.order) == (other.sequence_length, other.order)
     }
 }
 
 impl Stage {
-    /// Returns the full key of the stage's `sequence_length`, `order` or `sources`: its own, or the run's.
+    /// Returns the full key of the stage's `sequence_length`, `order` or `sources`: the stage's own key, or the run's.
     pub fn data_key(&self, key: &str) -> String {
         let own = self.data.as_ref().is_some_and(|own| match key {
             "sequence_length" => own.sequence_length.is_some(),
@@ -83,20 +83,20 @@ impl Recipe {
         lengths.fold(self.data.sequence_length, usize::max)
     }
 
-    /// Samples of one optimiser step of `stage`.
+    /// Returns the samples of one optimiser step of `stage`.
     pub fn batch_sequences(&self, stage: &Stage) -> u64 {
         stage.batch_tokens / (self.stage_data(stage).sequence_length as u64).max(1)
     }
 
-    /// Samples of all steps of `stage`.
+    /// Returns the samples of all steps of `stage`.
     pub fn num_samples(&self, stage: &Stage) -> u64 {
         stage.num_steps().saturating_mul(self.batch_sequences(stage))
     }
 
-    /// Returns the numbers of each stage's token files, which are equal for equal paths. Those of the run's sources are
-    /// their indices; later stages change none of earlier ones.
+    /// Returns the numbers of each stage's token files. Equal paths have equal numbers, except repeats within a
+    /// mixture. The run's sources are numbered by index. Later stages do not change the numbers of earlier stages.
     pub fn file_numbers<'a>(&'a self) -> Vec<Vec<u64>> {
-        // The path, and how many sources of the mixture before it have the same: those are other files.
+        // The path, and the number of earlier sources of the mixture with the same path: a repeat is another file.
         let mut known: Vec<(&Path, usize)> = Vec::new();
         let mut numbers = |sources: &'a [Source]| {
             let mut numbers = Vec::new();
@@ -126,7 +126,7 @@ mod tests {
                        sequence_length = 64\norder = \"sequential\"\n[[stage.data.sources]]\n\
                        path = \"data/c\"\n[[stage.data.sources]]\npath = \"data/a\"\n";
 
-    /// Returns the small recipe whose second stage has data of its own.
+    /// Returns the small recipe with data of its own in the second stage.
     fn own() -> String {
         let (before, _) = SMALL_RECIPE.rsplit_once("learning_rate").unwrap();
         format!("{before}{OWN}")

@@ -27,13 +27,13 @@ pub(super) fn refused(text: &str, overrides: &[&str]) -> String {
     }
 }
 
-/// [`SMALL_RECIPE`] with `overrides` is refused with a message that has `expected`, which is returned.
+/// Checks that [`SMALL_RECIPE`] with `overrides` is refused with a message that has `expected`. Returns the message.
 #[track_caller]
 pub(super) fn refuses(overrides: &[&str], expected: &str) -> String {
     refuses_text(SMALL_RECIPE, overrides, expected)
 }
 
-/// Returns the same of the recipe `text`.
+/// Checks the same of the recipe `text`.
 #[track_caller]
 pub(super) fn refuses_text(text: &str, overrides: &[&str], expected: &str) -> String {
     let message = refused(text, overrides);
@@ -41,7 +41,7 @@ pub(super) fn refuses_text(text: &str, overrides: &[&str], expected: &str) -> St
     message
 }
 
-/// [`SMALL_RECIPE`] with `overrides` is refused in one line, which has the key and the reason.
+/// Checks that [`SMALL_RECIPE`] with `overrides` is refused in one line, which has the key and the reason.
 #[track_caller]
 pub(super) fn refuses_key(overrides: &[&str], key: &str, reason: &str) {
     let message = refuses(overrides, key);
@@ -49,7 +49,7 @@ pub(super) fn refuses_key(overrides: &[&str], key: &str, reason: &str) {
     assert!(message.contains(reason), "{reason}: {message}");
 }
 
-/// [`SMALL_RECIPE`] with one piece replaced.
+/// Returns [`SMALL_RECIPE`] with one piece replaced.
 pub(super) fn edited(from: &str, to: &str) -> String {
     assert!(SMALL_RECIPE.contains(from));
     SMALL_RECIPE.replace(from, to)
@@ -84,7 +84,7 @@ fn routing_is_resolved_against_the_models_heads() {
     let moh = recipe.stages[1].moh.clone().unwrap();
     assert_eq!((moh.shared_heads, moh.routed_top_k), (Some(4.into()), Some(2.into())));
 
-    // A dense model that is measured gets the router that then loses least, and later stages keep theirs.
+    // A measured dense model gets the router that loses least there, and later stages keep it.
     let first = ["stage.adapt.attention=moh", "stage.adapt.moh={ calibration = {} }"];
     let named = [first[0], "stage.adapt.moh={ router = 'two-stage', calibration = {} }"];
     for (changes, router) in [(first, RouterKind::Linear), (named, RouterKind::TwoStage)] {
@@ -117,7 +117,8 @@ fn routing_is_resolved_against_the_models_heads() {
     refuses(&some, "routed_top_k = 1: must be 0");
     model.moh = model.moh.map(|moh| MohConfig { router: RouterKind::QueryNorm, ..moh });
 
-    // A stage keeps the matrices of its model's router, with any head counts, and adds those that the model lacks.
+    // A stage keeps the matrices of its model's router, with any head counts, and adds the matrices that the model
+    // lacks.
     let two_stage = with(&["stage.moh.moh.router=\"two-stage\""]);
     let moh = two_stage.stages[1].moh_config(&model).unwrap().unwrap();
     assert_eq!(moh.router, RouterKind::TwoStage);
@@ -152,7 +153,7 @@ fn a_new_model_may_be_one_of_mixture_of_head() {
     let (shared_heads, routed_top_k) = (2.into(), 4.into());
     let expected = MohConfig { router: RouterKind::TwoStage, shared_heads, routed_top_k };
     assert_eq!(model.moh, Some(expected));
-    // Stages have its heads, or others.
+    // Stages have the model's heads, or other heads.
     assert_eq!(recipe.stages[1].moh_config(&model).unwrap(), model.moh);
     let other =
         with(&[two_stage, moh, "stage.moh.moh.shared_heads=4", "stage.moh.moh.routed_top_k=1"]);
@@ -199,7 +200,7 @@ fn head_counts_may_differ_by_layer() {
     let text = recipe.to_toml().unwrap();
     assert!(text.contains("shared_heads = [8, 4, 2, 2, 0]"), "{text}");
 
-    // 75% of each layer's heads are active where a recipe does not say; the first layer is dense.
+    // 75% of each layer's heads are active where a recipe sets no number. The first layer is dense.
     let recipe = resolved(&["stage.moh.moh.shared_heads=[8, 5, 4, 2, 0]"]);
     let moh = recipe.stages[1].moh.as_ref().unwrap();
     assert_eq!(moh.routed_top_k, Some(counts(&[0, 1, 2, 4, 6])));

@@ -28,14 +28,14 @@ const MAX_NAME: usize = 64;
 const MAX_THREADS: u64 = 4096;
 /// TOML's integers are signed.
 const MAX_SEED: u64 = i64::MAX as u64;
-/// Why shared heads by number and by id are refused.
+/// The reason to reject shared heads that are given by number and by id.
 const BOTH_SHARED: &str = "is there beside shared_heads: leave one of them out";
 
 /// Collects the faults of a recipe.
 #[derive(Default)]
 struct Faults<'a> {
     list: Vec<KeyFault>,
-    /// Keys that could not be read, whose values say nothing.
+    /// Keys that could not be read. Their values are not checked.
     stand_ins: Option<&'a BTreeSet<String>>,
 }
 
@@ -58,7 +58,7 @@ impl Faults<'_> {
         }
     }
 
-    /// Returns whether the value of `key` was read. A check of two keys asks for the other one.
+    /// Returns whether the value of `key` was read. A check of two keys calls this for the other key.
     fn is_known(&self, key: &str) -> bool {
         let mut stand_ins = self.stand_ins.into_iter().flatten();
         !stand_ins.any(|stand_in| is_below(key, stand_in))
@@ -74,7 +74,7 @@ impl Faults<'_> {
         self.check(value > 0, key, value, "must be at least 1");
     }
 
-    /// Adds a fault unless a number is finite and above 0; whether it is.
+    /// Adds a fault unless a number is finite and above 0; returns whether it is.
     fn positive(&mut self, key: &str, value: f64) -> bool {
         let fine = value.is_finite() && value > 0.0;
         self.check(fine, key, value, "must be a finite number above 0");
@@ -100,7 +100,7 @@ impl Faults<'_> {
     }
 }
 
-/// Every fault that depends neither on the model nor on the values of `stand_ins`.
+/// Returns every fault that depends neither on the model nor on the values of `stand_ins`.
 pub(super) fn faults(recipe: &Recipe, stand_ins: &BTreeSet<String>) -> Vec<KeyFault> {
     let mut faults = Faults { stand_ins: Some(stand_ins), ..Faults::default() };
     faults.path("run.dir", &recipe.run.dir);
@@ -129,7 +129,7 @@ pub(super) fn faults(recipe: &Recipe, stand_ins: &BTreeSet<String>) -> Vec<KeyFa
     faults.list
 }
 
-/// On a GPU, matmuls accumulate into the type of their inputs or a wider one.
+/// Checks the gradients' type: on a GPU, matmuls accumulate into the type of their inputs or a wider type.
 fn check_precision(faults: &mut Faults, recipe: &Recipe) {
     let narrow =
         recipe.run.dtype == ElementType::F32 && recipe.precision.gradients == ElementType::BF16;
@@ -238,7 +238,7 @@ fn check_length(faults: &mut Faults, key: &str, length: usize) {
     faults.check(fine, key, length, format!("must be from 2 to {MAX_SEQUENCE_LENGTH} tokens"));
 }
 
-/// Checks the sources of a mixture, which are at `key`; their order is at `order_key`.
+/// Checks the sources of a mixture, at `key`, with their order at `order_key`.
 fn check_sources(
     faults: &mut Faults,
     key: &str,
@@ -265,7 +265,7 @@ fn check_sources(
     }
 }
 
-/// Checks what a stage reads in place of the run's data.
+/// Checks a stage's own data.
 fn check_stage_data(faults: &mut Faults, recipe: &Recipe, stage: &Stage) {
     let Some(own) = &stage.data else { return };
     let key = |rest: &str| stage_key(stage, &format!("data.{rest}"));
@@ -295,7 +295,7 @@ fn check_validation(faults: &mut Faults, sets: &[ValidationSet]) {
     }
 }
 
-/// Checks the name of a `what`, which must be `new` among those before it.
+/// Checks the name of a `what`; `new` is whether no earlier `what` has this name.
 fn check_name(faults: &mut Faults, key: &str, name: &str, new: bool, what: &str) {
     if let Err(reason) = fine_name(name) {
         faults.check(false, key, format!("{name:?}"), reason);
@@ -303,7 +303,7 @@ fn check_name(faults: &mut Faults, key: &str, name: &str, new: bool, what: &str)
     faults.check(new, key, format!("{name:?}"), format!("is the name of an earlier {what}"));
 }
 
-/// Refuses names that could not be the part of a key, or a file's name.
+/// Rejects names that cannot be a part of a key or a file's name.
 pub fn fine_name(name: &str) -> Result<(), String> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
     let begins_well = name.starts_with(|c: char| c.is_ascii_alphanumeric());
@@ -370,7 +370,7 @@ pub(super) fn stage_key(stage: &Stage, key: &str) -> String {
     format!("stage.{name}.{key}")
 }
 
-/// Every key that does not fit the model, given before its vocabulary is padded.
+/// Returns every key that does not fit `model`, given before its vocabulary is padded.
 pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<KeyFault> {
     let mut faults = Faults::default();
     check_fit(&mut faults, recipe, model);

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::ser::{Error as _, SerializeStruct as _, Serializer};
 use serde::{Deserialize, Deserializer, Serialize};
 
-/// The name of a set that has none of its own.
+/// The name of a set without a name of its own.
 const DEFAULT_NAME: &str = "validation";
 
 /// `[data.validation]`, or one of `[[data.validation]]`: held-out text.
@@ -47,7 +47,7 @@ pub(super) fn deserialize<'de, D: Deserializer<'de>>(
     TableOrList::deserialize(from).map(|TableOrList(sets)| sets)
 }
 
-/// A single set without a name of its own is a table, as it is usually written.
+/// Serializes the sets. A single set without a name of its own is a table, as it is usually written.
 pub(super) fn serialize<S: Serializer>(sets: &[ValidationSet], to: S) -> Result<S::Ok, S::Error> {
     match sets {
         [ValidationSet { name, path, batches, every_steps }] if name == DEFAULT_NAME => {
@@ -101,7 +101,7 @@ mod tests {
             .collect();
         assert_eq!(sets, [("text", 4, 0), ("code", 9, 7)]);
         assert_eq!(parse(&recipe.to_toml().unwrap(), &[]).unwrap(), recipe);
-        // A set may have the name that a single one has by default.
+        // A set may have the name that a single set has by default.
         let renamed = parse(&two_sets(), &["data.validation.code.name=validation"]).unwrap();
         assert_eq!(parse(&renamed.to_toml().unwrap(), &[]).unwrap(), renamed);
     }

@@ -1,4 +1,4 @@
-//! What the calibrations of conversions have chosen: losses, shared heads, and what leaving out the others costs.
+//! The results of a run's calibrations: losses, shared heads, and the error without the other heads.
 
 use maud::{Markup, html};
 use moh_checkpoint::run_log::{CalibratedLayer, StageCalibration};
@@ -10,7 +10,7 @@ use super::routing::by_layer;
 use crate::chart::{Line, LineChart, Look};
 use crate::run_log::RunLog;
 
-/// Returns the section; nothing for runs that have not calibrated a stage.
+/// Returns the section; empty if no run has calibrated a stage.
 pub(super) fn section(logs: &[RunLog]) -> Markup {
     let has = |log: &&RunLog| !log.summary.calibrations.is_empty();
     html! {

@@ -1,4 +1,4 @@
-//! The charts of curves over tokens: one run in detail, or several over each other.
+//! Charts of curves over tokens: a single run in detail, or several runs together.
 
 use std::collections::BTreeSet;
 
@@ -17,20 +17,20 @@ struct Quantity {
     title: String,
     unit: &'static str,
     from_zero: bool,
-    /// Whether it follows a plan, all of which is what the chart is for, rather than being measured.
+    /// Whether it is planned and not measured. Then the chart shows all values.
     is_planned: bool,
-    /// Whether a reader may want its logarithm.
+    /// Whether its logarithmic axis is of use.
     log_values: bool,
     value: Box<StepValue>,
 }
 
-/// Returns the name of an auxiliary loss with spaces and a capital.
+/// Returns the name of an auxiliary loss, with spaces and a capital letter.
 fn title(loss: AuxiliaryLoss) -> String {
     let (first, others) = loss.name().split_at(1);
     first.to_uppercase() + &others.replace('_', " ")
 }
 
-/// Returns the end of a name, which tells paths apart, at the length of a label.
+/// Returns the end of a name, at most the length of a label. The ends of paths tell them apart.
 pub(super) fn label(name: &str) -> String {
     let reversed = |text: &str| text.chars().rev().collect::<String>();
     reversed(&shorten(&reversed(name), NAME_CHARACTERS))
@@ -46,7 +46,7 @@ pub(super) fn losses(logs: &[RunLog]) -> Markup {
     }
 }
 
-/// Returns the other quantities that any run has.
+/// Returns charts of the other quantities that any run has.
 pub(super) fn quantities(logs: &[RunLog]) -> Markup {
     let quantities = Quantity::all();
     let charts = quantities.iter().map(|quantity| (quantity.chart(logs), quantity));
@@ -66,7 +66,7 @@ impl Quantity {
         Quantity { title, unit, from_zero: true, is_planned: false, log_values: false, value }
     }
 
-    /// Returns the quantities that have a chart: the auxiliary losses, then what every run has.
+    /// Returns the quantities with charts: the auxiliary losses, then quantities of every run.
     fn all() -> Vec<Self> {
         let auxiliary = AuxiliaryLoss::ALL.map(|loss| {
             let value = move |step: &Step| step.auxiliary[loss];
@@ -95,7 +95,8 @@ impl Quantity {
         LineChart { all_seen: self.is_planned, ..chart }
     }
 
-    /// Returns the curves of a run: of several long ones the means alone, as their backgrounds would cover each other.
+    /// Returns the curves of a run. If several runs are compared, a long run has only its means, because backgrounds
+    /// would cover each other.
     fn lines(&self, look: Look, log: &RunLog, compares: bool) -> Vec<Line> {
         let label = label(&log.name);
         match self.is_planned {
@@ -112,13 +113,13 @@ fn training_losses(logs: &[RunLog]) -> LineChart {
     over_tokens(logs, "Training loss", "cross-entropy, nats per token", lines.collect(), false)
 }
 
-/// Returns a quantity of a run without its noise.
+/// Returns the curve of a quantity without its noise.
 fn smooth(log: &RunLog, label: String, look: Look, value: &StepValue) -> Line {
     let points = smoothed(log, value).unwrap_or_else(|| log.steps.curve(value));
     Line { label, points, look }
 }
 
-/// Returns the losses of several runs on each validation set that any of them has.
+/// Returns charts of the losses on each validation set that any run has.
 fn validation_losses(logs: &[RunLog]) -> Vec<LineChart> {
     let of_runs: Vec<_> = logs.iter().map(RunLog::validation).collect();
     let names: BTreeSet<&str> = of_runs.iter().flatten().map(|(name, _)| name.as_str()).collect();
@@ -139,13 +140,13 @@ fn validation_losses(logs: &[RunLog]) -> Vec<LineChart> {
     names.into_iter().map(chart).collect()
 }
 
-/// Returns the runs with their looks, the same in all charts.
+/// Returns the runs with their looks, which are the same in all charts.
 pub(super) fn each(logs: &[RunLog]) -> impl Iterator<Item = (Look, &RunLog)> {
     logs.iter().enumerate().map(|(index, log)| (Look::nth(index), log))
 }
 
-/// Returns the label and the look of curve `place` of a run, of the validation set `set`; with the run's name if there
-/// are several.
+/// Returns the label and the look of curve `place` of a run, of the validation set `set`. If there are several runs,
+/// the label has the run's name.
 pub(super) fn series(
     logs: &[RunLog],
     log: &RunLog,
@@ -185,10 +186,10 @@ pub(super) fn over_tokens(
     }
 }
 
-/// Returns the marks that all runs share, by stage and place; all of a single run.
+/// Returns the marks that all runs share, by stage and place. A single run has all of its marks.
 fn common_marks(logs: &[RunLog]) -> Vec<Mark> {
     let Some((first, others)) = logs.split_first() else { return Vec::new() };
-    // The name alone: runs may convert to different heads.
+    // Only the name, because runs may convert to different heads.
     let name = |mark: Mark| match mark.label.split_once(':') {
         Some((name, _)) => Mark { label: name.to_owned(), ..mark },
         None => mark,

@@ -1,5 +1,5 @@
-//! A chart on a page: its caption, the chart for wide and for narrow pages and for each choice of its axes, and the key
-//! to its curves.
+//! A chart on a page: its caption, the key to its curves, and drawings for wide and narrow pages and for each choice of
+//! axes.
 
 use maud::{Markup, html};
 
@@ -7,21 +7,20 @@ use crate::chart::{HeatMap, Line, LineChart, Size};
 
 const WIDE: Size = Size { width: 1180.0, height: 400.0, labels: true };
 
-/// A chart of a third of the page, or of a phone's width.
+/// A chart with a third of the page's width, or with a phone's width.
 const PANEL: Size = Size { width: 400.0, height: 240.0, labels: false };
 
-/// The same for the charts that a wide page shows across.
+/// The same for charts that a wide page shows across.
 const TALL_PANEL: Size = Size { width: 400.0, height: 300.0, labels: false };
 
-/// The axes between which a reader chooses: the name of each, and of the class of its drawings, of which the style
-/// shows those of the chosen one.
+/// The choices of axes: the class of the drawings, and the name. The style shows the drawings of the chosen class.
 const AXES: [(&str, &str); 3] = [
     ("linear", "linear"),
     ("log-tokens", "logarithmic tokens"),
     ("log-both", "logarithmic tokens, losses and norms"),
 ];
 
-/// Returns the choice of the axes, for all charts over tokens.
+/// Returns the input that chooses the axes of all charts over tokens.
 pub(super) fn axes() -> Markup {
     html! {
         fieldset class="axes" {
@@ -36,8 +35,8 @@ pub(super) fn axes() -> Markup {
     }
 }
 
-/// Returns a chart over tokens across the page, for each choice of the axes: two drawings, of which the style shows the
-/// one that fits.
+/// Returns a chart over tokens across the page, for each choice of axes. The style shows its wide or its narrow
+/// drawing.
 pub(super) fn wide(chart: &LineChart) -> Markup {
     let drawn = |chart: &LineChart| {
         html! {
@@ -55,8 +54,8 @@ pub(super) fn wide(chart: &LineChart) -> Markup {
     }
 }
 
-/// Returns a chart over tokens beside others, for each choice of the axes that changes it: the values are logarithmic
-/// if `log_values` and so chosen.
+/// Returns a chart over tokens beside other charts, for each choice of axes that changes it. Its values can be
+/// logarithmic only with `log_values`.
 pub(super) fn panel_over_tokens(chart: &LineChart, log_values: bool) -> Markup {
     let drawn = |class: &str, log_across, log_values| {
         html! { div class=(class) { (with_axes(chart, log_across, log_values).draw(PANEL)) } }
@@ -83,7 +82,7 @@ pub(super) fn panel(chart: &LineChart) -> Markup {
     html! { figure { (caption(&chart.title, &chart.unit)) (key(chart)) (chart.draw(PANEL)) } }
 }
 
-/// Returns a map beside others.
+/// Returns a map beside other maps.
 pub(super) fn map(map: &HeatMap) -> Markup {
     html! {
         figure {
@@ -103,7 +102,7 @@ pub(super) fn caption(title: &str, unit: &str) -> Markup {
     }
 }
 
-/// Returns the curves' labels with a piece of each, if the chart needs them.
+/// Returns the curves' labels with a sample of each curve, if the chart needs labels.
 fn key(chart: &LineChart) -> Markup {
     html! {
         @if chart.needs_labels() {

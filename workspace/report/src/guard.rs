@@ -5,10 +5,10 @@ use maud::{Markup, html};
 use crate::run_log::RunLog;
 use moh_program::counted;
 
-/// Steps that the table lists; the charts show the others.
+/// The most steps that the table lists; the charts show all steps.
 const LISTED: usize = 50;
 
-/// Returns the section; nothing for runs without such steps.
+/// Returns the section; empty if all steps were applied.
 pub(super) fn section(logs: &[RunLog]) -> Markup {
     let affected: Vec<&RunLog> = logs.iter().filter(|log| !log.steps.skipped.is_empty()).collect();
     html! {

@@ -1,5 +1,5 @@
-//! The page of a run, or of several that it compares: one HTML file with its style in it, which fetches nothing.
-//! `moh-report` writes it. Another page shows what the heads of models do.
+//! Writes the page of a run, or of several runs that it compares, for `moh-report`. A page is a single HTML file with
+//! its style, and fetches nothing. Another page shows measures of models' heads.
 
 mod calibration;
 mod chart;
@@ -35,28 +35,28 @@ pub const PAGE: &str = "report.html";
 /// The size of `run.svg`.
 const PICTURE_SIZE: chart::Size = chart::Size { width: 960.0, height: 480.0, labels: true };
 
-/// Bytes at the start of a page in which it says that it is one.
+/// Bytes at the start of a page that contain its mark.
 const HEAD_BYTES: u64 = 1024;
 
-/// Shortest time between two pages of a watched run.
+/// The shortest time between two pages of a watched run.
 const REFRESH: Duration = Duration::from_secs(5);
 
-/// The time between two pages is at least this many times the time that reading the runs takes.
+/// The time between two pages is at least this many times the time of reading the runs.
 const REFRESH_READS: u32 = 20;
 
-/// Writes the page of the directories `runs` to the file `out`, as a whole: each directory is a run, or holds runs. An
-/// earlier page is replaced, any other file only with `force`. Returns what is left out, and why, in sentences, which the
-/// page shows too.
+/// Writes the page of the directories `runs` to the file `out`, atomically. Each directory is a run, or contains runs.
+/// An earlier page is replaced, any other file only with `force`. Returns remarks on omitted runs and lines, which the
+/// page also shows.
 ///
 /// # Errors
-/// Fails if a directory is neither, or if a file of a run cannot be read; if `out` is not to be replaced, or cannot be
-/// written.
+/// Fails if a directory neither is a run nor contains runs, or if a file of a run cannot be read. Also fails if `out`
+/// must not be replaced or cannot be written.
 pub fn write(runs: &[PathBuf], out: &Path, force: bool) -> anyhow::Result<Vec<String>> {
     Ok(write_watched(runs, out, force, false)?.0)
 }
 
-/// Writes the page as [`write()`] does. If it `is_watched` and a run has not finished, browsers load the page again after
-/// the returned time, before which the caller writes it again.
+/// Writes the page as [`write()`] does. If it `is_watched` and a run has not finished, returns a time. Browsers load
+/// the page again after this time, so the caller should write it again by then.
 ///
 /// # Errors
 /// Fails as [`write()`].
@@ -76,7 +76,8 @@ pub fn write_watched(
     Ok((runs.remarks, refresh))
 }
 
-/// Draws the losses of the run in a directory to its `run.svg`, and returns the file; `None` for other directories.
+/// Draws the losses of the run in a directory to its `run.svg`, and returns the file. Returns `None` for other
+/// directories.
 ///
 /// # Errors
 /// Fails if a file of the run cannot be read, or the picture cannot be written.
@@ -98,7 +99,7 @@ fn write_page(out: &Path, page: &str) -> anyhow::Result<()> {
         .with_context(|| format!("{}: cannot be written", out.display()))
 }
 
-/// Refuses to replace what is no file, and without `force` what this program has not written.
+/// Refuses to replace anything but a file, and without `force` any file except a page of this program.
 fn refuse_other_files(path: &Path, force: bool) -> anyhow::Result<()> {
     let shown = path.display();
     match std::fs::metadata(path) {

@@ -1,4 +1,4 @@
-//! The losses of a run by tokens, through all of its stages: `run.svg`, and the first chart of its page.
+//! The losses of a run by tokens, in all of its stages: `run.svg`, and the first chart of its page.
 
 use moh_checkpoint::run_log::{Evaluation, EvaluationPoint};
 use moh_model::HeadCounts;
@@ -33,7 +33,7 @@ pub(super) fn loss_chart(log: &RunLog) -> LineChart {
     }
 }
 
-/// Returns a quantity of each step: of a long run, its means over a faint curve of all steps.
+/// Returns a quantity of each step. Of a long run, returns its means over a faint curve of all steps.
 pub(super) fn over_steps(log: &RunLog, label: &str, look: Look, value: &StepValue) -> Vec<Line> {
     let points = log.steps.curve(value);
     let label = label.to_owned();
@@ -47,7 +47,7 @@ pub(super) fn over_steps(log: &RunLog, label: &str, look: Look, value: &StepValu
     }
 }
 
-/// Means of a quantity, none across the start of a stage; `None` for a run with few steps, which needs none.
+/// Returns means of a quantity. No mean spans the start of a stage. Returns `None` for a run with few steps.
 pub(super) fn smoothed(log: &RunLog, value: &StepValue) -> Option<Vec<(f64, f64)>> {
     let count = log.steps.all.len().div_ceil(SMOOTH_POINTS);
     if count < 2 {
@@ -70,7 +70,7 @@ pub(super) fn marks(log: &RunLog) -> Vec<Mark> {
     log.steps.stages.iter().map(start).collect()
 }
 
-/// Returns the losses on a set after conversions, which the chart is there to show.
+/// Returns the losses on a set after conversions, which the chart must show.
 pub(super) fn converted(log: &RunLog, set: &str) -> Vec<f64> {
     let is_its =
         |evaluation: &Evaluation| evaluation.set.as_deref().unwrap_or(&log.first_set) == set;
@@ -82,7 +82,7 @@ pub(super) fn converted(log: &RunLog, set: &str) -> Vec<f64> {
     log.summary.evaluations.iter().filter_map(loss).collect()
 }
 
-/// Returns a stage with the attention to which it converts.
+/// Returns the label of a stage, with the attention to which it converts.
 fn stage_label(log: &RunLog, name: &str) -> String {
     let converted =
         log.summary.evaluations.iter().find_map(|evaluation| match &evaluation.moment {
@@ -99,7 +99,7 @@ fn stage_label(log: &RunLog, name: &str) -> String {
     }
 }
 
-/// Places of the steps that were not applied.
+/// Returns the places of steps that were not applied.
 pub(super) fn skipped(log: &RunLog) -> Vec<f64> {
     let steps = log.steps.skipped.iter().filter_map(|(index, _)| log.steps.all.get(*index));
     steps.map(|step| step.tokens).collect()

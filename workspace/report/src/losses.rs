@@ -1,4 +1,4 @@
-//! The table of losses at the moments of the runs, side by side.
+//! The table of losses at the evaluations of the runs, side by side.
 
 use maud::{Markup, html};
 use moh_checkpoint::run_log::Evaluation;
@@ -7,17 +7,17 @@ use moh_files::units::percent;
 
 use crate::run_log::RunLog;
 
-/// A loss, and the same in bits per byte.
+/// A loss in nats, and in bits per byte.
 type Cell = (f64, Option<f64>);
 
-/// A row: its label, whether it is of a further set, and the losses of the runs that have it.
+/// A row: its label, whether its set is not the first, and the losses of the runs.
 struct Row {
     label: String,
     is_other: bool,
     cells: Vec<Option<Cell>>,
 }
 
-/// Returns the table; a sentence if there is no loss yet.
+/// Returns the table, or a sentence if there is no loss yet.
 pub(super) fn section(logs: &[RunLog]) -> Markup {
     let rows = rows(logs);
     html! {
@@ -67,7 +67,7 @@ fn table(logs: &[RunLog], rows: &[Row]) -> Markup {
     }
 }
 
-/// Returns a loss or an error.
+/// Returns a loss or an error as text.
 pub(super) fn shown(value: f64) -> String {
     match value.is_finite() {
         true => format!("{value:.4}"),
@@ -83,11 +83,11 @@ fn numbers(cell: Option<Cell>) -> Markup {
     }
 }
 
-/// Returns the moments of all runs in the order of the first run that has each.
+/// Returns the evaluations of all runs, in the order of the first run that has each.
 fn rows(logs: &[RunLog]) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
     for (column, log) in logs.iter().enumerate() {
-        // Where the moments of the runs before it end, a further moment of this run goes.
+        // A new row of this run goes after its last row.
         let mut next = 0;
         let lines = log.summary.evaluations.iter().flat_map(|evaluation| lines(log, evaluation));
         for (label, is_other, cell) in lines {
@@ -110,7 +110,7 @@ fn rows(logs: &[RunLog]) -> Vec<Row> {
     rows
 }
 
-/// Returns the lines of an evaluation: the first set with the moment, the other ones by name.
+/// Returns the lines of an evaluation: the first set with the moment, the other sets with their names.
 fn lines(log: &RunLog, evaluation: &Evaluation) -> Vec<(String, bool, Cell)> {
     let first = (evaluation.loss, evaluation.bits_per_byte);
     let others = evaluation.other_sets.iter();

@@ -6,10 +6,10 @@ use moh_model::AuxiliaryLoss;
 use crate::chart::scale::short;
 use crate::run_log::{RunLog, Step, StepValue};
 
-/// Rows of a table, evenly apart and with the first and the last step.
+/// The most rows of a table, evenly spaced, with the first and the last step.
 const ROWS: usize = 40;
 
-/// Returns the columns of a run's steps: names and values. Distillation has one where a stage has a teacher.
+/// Returns the columns of a run's steps: names and values. Distillation has a column if a stage has a teacher.
 fn columns(log: &RunLog) -> Vec<(String, Box<StepValue>)> {
     fn column(name: &str, value: impl Fn(&Step) -> f64 + 'static) -> (String, Box<StepValue>) {
         (name.to_owned(), Box::new(value))
@@ -46,7 +46,7 @@ pub(super) fn section(logs: &[RunLog]) -> Markup {
     }
 }
 
-/// Indices of at most [`ROWS`] of `count` values.
+/// Returns the indices of at most [`ROWS`] of `count` values.
 fn picked(count: usize) -> Vec<usize> {
     let last = count.saturating_sub(1);
     let mut picked: Vec<usize> = match count {

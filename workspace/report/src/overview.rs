@@ -1,4 +1,4 @@
-//! What a run is and how far it is: a list for one run, a table for several.
+//! The properties and the progress of runs: a list for a single run, a table for several runs.
 
 use std::time::{Duration, SystemTime};
 
@@ -14,7 +14,7 @@ use crate::chart::{Line, printable};
 use crate::run_log::RunLog;
 use moh_program::{counted, utc};
 
-/// Recent steps from which the remaining time is estimated.
+/// Recent steps for the estimate of the remaining time.
 const RECENT: usize = 50;
 
 type Facts = Vec<(&'static str, String)>;
@@ -127,8 +127,8 @@ fn of_tokens(log: &RunLog) -> String {
     }
 }
 
-/// Returns the time of the steps that are left at the speed of the recent ones, with evaluations and checkpoints as
-/// often and as long as in the stage so far.
+/// Returns the time of the remaining steps at the speed of recent steps. Evaluations and checkpoints are assumed as
+/// frequent and as long as in the stage so far.
 fn time_left(log: &RunLog) -> Option<String> {
     let recipe = log.recipe.as_ref().filter(|_| !log.is_finished)?;
     let rates = log.steps.all.iter().rev().take(RECENT).map(|step| step.tokens_per_second);
@@ -144,7 +144,7 @@ fn time_left(log: &RunLog) -> Option<String> {
     Some(format!("about {}", HumanDuration(seconds)))
 }
 
-/// Steps and tokens of `recipe` after `done` steps.
+/// Returns the steps and tokens of `recipe` that remain after `done` steps.
 fn left(recipe: &Recipe, mut done: u64) -> (f64, f64) {
     let (mut steps, mut tokens) = (0.0, 0.0);
     for stage in &recipe.stages {

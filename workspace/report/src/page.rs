@@ -12,21 +12,20 @@ use moh_program::utc;
 
 const STYLE: &str = include_str!("page.css");
 
-/// By which a page is known as one of this program's.
+/// Marks a page as written by this program.
 const GENERATOR: &str = "<meta name=\"generator\" content=\"moh-report";
 
-/// What the page may load: nothing, but for its own style and the empty icon that keeps browsers from asking
-/// for one.
+/// The page may load only its own style, and the empty icon that keeps browsers from asking for an icon.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";
 
 pub(super) const TITLE_CHARACTERS: usize = 120;
 
-/// Returns whether a file that starts with these bytes is such a page.
+/// Returns whether a file that starts with these bytes is a page of this program.
 pub(super) fn is_page(start: &[u8]) -> bool {
     start.windows(GENERATOR.len()).any(|part| part == GENERATOR.as_bytes())
 }
 
-/// Returns the page of runs at the moment `now`, which a browser loads again after the time `refresh`.
+/// Returns the page of runs at the moment `now`. A browser loads it again after the time `refresh`.
 pub(super) fn page(runs: &Runs, now: SystemTime, refresh: Option<Duration>) -> String {
     let logs = &runs.logs[..];
     let names: Vec<&str> = logs.iter().map(|log| log.name.as_str()).collect();

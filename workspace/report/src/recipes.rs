@@ -1,4 +1,4 @@
-//! The recipes, and what differs between those of several runs.
+//! The recipes of the runs, and their differences.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -31,7 +31,7 @@ pub(super) fn section(logs: &[RunLog]) -> Markup {
     }
 }
 
-/// Returns the text with its lines, but without other control characters.
+/// Returns the text with replacement characters for control characters, except line ends.
 fn without_controls(text: &str) -> String {
     let lines: Vec<String> =
         text.lines().map(|line| printable(&line.replace('\t', "    "))).collect();

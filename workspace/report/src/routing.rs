@@ -1,4 +1,4 @@
-//! How tokens use the heads: maps of the routed heads' load, and curves over the layers.
+//! The use of heads by tokens: maps of the routed heads' load, and curves over the layers.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use crate::chart::{Cell, HeatMap, HeatRow, Line, LineChart, Look, color_bar};
 use crate::loss_chart::describe;
 use crate::run_log::{RoutingEvaluation, RunLog, load};
 
-/// Maps of a run, each of which has a cell for every layer and head, and sets in a chart.
+/// The most maps of a run, with a cell for every layer and head, and the most sets in a chart.
 const MAX_MAPS: usize = 24;
 
 impl RoutingEvaluation {
@@ -95,7 +95,7 @@ impl RoutingEvaluation {
     }
 }
 
-/// Returns the section about heads; nothing for runs whose layers do not route.
+/// Returns the section about heads; empty if no layer of the runs routes.
 pub(super) fn section(logs: &[RunLog]) -> Markup {
     if logs.iter().all(|log| log.routing.is_empty()) {
         return html! {};
@@ -131,18 +131,18 @@ fn by_set(log: &RunLog) -> Vec<&RoutingEvaluation> {
     sorted
 }
 
-/// Active heads and entropy by layer, of the newest evaluations.
+/// Returns charts of active heads and entropy by layer, of the newest evaluations.
 fn over_layers(logs: &[RunLog]) -> Markup {
     let (mut active, mut entropy) = (Vec::new(), Vec::new());
     let mut routed = Vec::new();
     for (run_look, log) in each(logs) {
-        // Every set selects as many heads, so one shows them.
+        // All sets select the same number of heads, so a single set is shown.
         if let Some(evaluation) = log.routing.last() {
             active.push(line(&label(&log.name), evaluation, run_look, active_share));
         }
         let newest: BTreeMap<&str, &RoutingEvaluation> =
             log.routing.iter().map(|evaluation| (evaluation.set.as_str(), evaluation)).collect();
-        // In the order of the other charts: the sort is stable.
+        // The order of the other charts: the sort is stable.
         let mut newest: Vec<_> = newest.into_iter().collect();
         newest.sort_by_key(|(set, _)| *set != log.first_set);
         for (place, (set, evaluation)) in newest.into_iter().take(MAX_MAPS).enumerate() {

@@ -1,5 +1,4 @@
-//! How the use of the heads changes over training: curves of how unequal the loads are, and maps of each layer and head
-//! over time.
+//! The use of heads over training: curves of the inequality of the loads, and maps of each layer and head over time.
 
 use std::collections::BTreeSet;
 
@@ -11,16 +10,16 @@ use crate::chart::{Cell, HeatRow, Line, LineChart, Look, TimeMap};
 use crate::run_log::{Loads, RoutingHistory, RunLog, Spread};
 use moh_program::counted;
 
-/// Most cells of the maps of heads on a page, which its size follows.
+/// The most cells of the maps of heads on a page, which determine its size.
 const MAX_CELLS: usize = 20_000;
 
-/// Most rows of a map of layers.
+/// The most rows of a map of layers.
 const MAX_LAYERS: usize = 512;
 
-/// Layers whose heads are seen at once; those of the others are in a part that can be opened.
+/// The number of layers with open maps of their heads. The maps of other layers are folded.
 const SEEN: usize = 5;
 
-/// What a chart shows of an evaluation: title, unit, value.
+/// The title, the unit and the value of a chart of evaluations.
 type Measure = (&'static str, &'static str, fn(&Spread) -> f64);
 
 const MEASURES: [Measure; 3] = [
@@ -31,7 +30,7 @@ const MEASURES: [Measure; 3] = [
     }),
 ];
 
-/// Returns the part; nothing for runs with at most one evaluation.
+/// Returns the part; empty for runs with at most one evaluation.
 pub(super) fn part(logs: &[RunLog]) -> Markup {
     let has_many = |log: &&RunLog| log.routing_histories.iter().any(is_long);
     let num_runs = logs.iter().filter(has_many).count();
@@ -56,7 +55,7 @@ pub(super) fn part(logs: &[RunLog]) -> Markup {
     }
 }
 
-/// Returns whether there is more than the one evaluation that the maps of loads show.
+/// Returns whether the history has more than the single evaluation that the maps of loads show.
 fn is_long(history: &RoutingHistory) -> bool {
     history.spreads.len() > 1
 }
@@ -76,8 +75,8 @@ fn charts(logs: &[RunLog]) -> Vec<LineChart> {
     MEASURES.into_iter().map(chart).filter(|chart| !chart.is_empty()).collect()
 }
 
-/// Returns the maps of a set: one of the layers, and one of the heads of each layer, as many as `max_cells`
-/// allow, those of the most unequal layers first.
+/// Returns the maps of a set: a map of the layers, and a map of the heads of each layer. The most unequal layers come
+/// first, as many as `max_cells` allow.
 fn maps(history: &RoutingHistory, max_cells: usize) -> Markup {
     let RoutingHistory { set, spreads, picked, .. } = history;
     let layers: BTreeSet<usize> =
@@ -137,7 +136,7 @@ fn heads(history: &RoutingHistory, layers: &[usize]) -> Markup {
     }
 }
 
-/// Returns the most heads that a layer has at any time.
+/// Returns the most heads that a layer had at any evaluation.
 fn num_heads(picked: &[Loads], layer: usize) -> usize {
     let of = |loads: &Loads| Some(loads.layers.get(&layer)?.heads.len());
     picked.iter().filter_map(of).max().unwrap_or(0)

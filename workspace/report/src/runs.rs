@@ -1,4 +1,4 @@
-//! The runs of a page: directories of runs, and those in a directory that holds some. What is left out is said.
+//! The runs of a page: run directories, and run directories within a directory. Remarks say which are omitted.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -10,29 +10,29 @@ use crate::chart::{printable, shorten};
 use crate::run_log::{LeftOut, RunLog, is_run};
 use moh_program::counted;
 
-/// Most runs of one directory on a page, the newest ones: more curves are not told apart.
+/// The most runs of a directory on a page, the newest. More curves could not be told apart.
 const MAX_RUNS: usize = 20;
 
-/// Most directories that a remark names.
+/// The most directories that a remark names.
 const MAX_NAMED: usize = 8;
 
-/// Characters of the reason why a run is left out.
+/// The most characters of the reason why a run is omitted.
 const REASON_CHARACTERS: usize = 240;
 
 #[derive(Debug)]
 pub struct Runs {
-    /// The runs, with names that differ.
+    /// The runs, with distinct names.
     pub logs: Vec<RunLog>,
-    /// What is left out of them, and why, in sentences.
+    /// Sentences on omitted runs, directories and lines, with the reasons.
     pub remarks: Vec<String>,
 }
 
 impl Runs {
-    /// Reads the directories `paths`: each that of a run, or one that holds run directories.
+    /// Reads the directories `paths`. Each is a run directory, or contains run directories.
     ///
     /// # Errors
-    /// Fails if a directory is neither, or if a file of a run cannot be read; such a run within a directory of runs is
-    /// left out instead, unless all are.
+    /// Fails if a directory is neither, or if a file of a run cannot be read. Within a directory of runs, such a run is
+    /// omitted instead, unless no run can be read.
     pub fn read(paths: &[PathBuf]) -> anyhow::Result<Self> {
         let mut runs = Runs { logs: Vec::new(), remarks: Vec::new() };
         for path in paths {
@@ -66,7 +66,7 @@ impl Runs {
                  the run.dir of a recipe, or a directory of such directories"
             );
         }
-        // The newest first; the names decide between runs of the same moment.
+        // The newest first; runs of the same moment are ordered by name.
         found.sort_by(|a, b| b.0.cmp(&a.0).then_with(|| a.1.cmp(&b.1)));
         let mut found: Vec<PathBuf> = found.into_iter().map(|(_, path)| path).collect();
         let older = found.split_off(found.len().min(MAX_RUNS));
@@ -92,14 +92,14 @@ impl Runs {
     }
 }
 
-/// When a run has last written a step, or else its recipe.
+/// Returns when a run last wrote a step, or else its recipe.
 fn written(run: &Path) -> SystemTime {
     let run = moh_checkpoint::run_directory::RunDirectory::new(run);
     let moment = |path: PathBuf| std::fs::metadata(path).and_then(|data| data.modified()).ok();
     moment(run.metrics()).or_else(|| moment(run.recipe())).unwrap_or(SystemTime::UNIX_EPOCH)
 }
 
-/// That directories in `path` are left out; `None` without any.
+/// Returns the remark that directories in `path` are left out; `None` without any.
 fn of_directories(path: &Path, mut left_out: Vec<PathBuf>, reason: &str) -> Option<String> {
     left_out.sort();
     let count = left_out.len();
@@ -112,7 +112,7 @@ fn of_directories(path: &Path, mut left_out: Vec<PathBuf>, reason: &str) -> Opti
     (count > 0).then(|| format!("left out of {path}, as {reason}: {}{more}", names.join(", ")))
 }
 
-/// That lines of a file are left out.
+/// Returns the remark that lines of a file are left out.
 fn of_lines(log: &RunLog, left_out: &LeftOut) -> String {
     let LeftOut { file, count, first } = left_out;
     let lines: Vec<String> =
@@ -123,7 +123,7 @@ fn of_lines(log: &RunLog, left_out: &LeftOut) -> String {
     format!("left out of {file}: {}, {}{more}", counted(*count, "line"), lines.join("; "))
 }
 
-/// Gives runs of the same name longer ones, by their paths.
+/// Renames runs with the same name to their paths.
 fn name(logs: &mut [RunLog]) {
     let mut count = BTreeMap::<String, usize>::new();
     for log in &*logs {

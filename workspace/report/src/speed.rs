@@ -1,4 +1,4 @@
-//! Where the time of a step goes, and the rates and memory of the machine.
+//! The time of a step by parts, and the rates and memory of the machine.
 
 use indicatif::HumanBytes;
 use maud::{Markup, html};
@@ -14,10 +14,10 @@ const BAR: f64 = 400.0;
 /// A row of the table: its name, and its text for a stage.
 type Row = (&'static str, fn(&StageSteps) -> String);
 
-/// The first parts of a step, which are those of each; evaluations and checkpoints are of some.
+/// The number of parts that every step has, first in the list. Evaluations and checkpoints belong to some steps only.
 const PARTS: usize = 6;
 
-/// Returns the section; nothing for runs whose steps have no times.
+/// Returns the section; empty if no step has times.
 pub(super) fn section(logs: &[RunLog]) -> Markup {
     let stages: Vec<(&RunLog, &StageSteps)> = logs
         .iter()
@@ -131,7 +131,7 @@ fn mean(stage: &StageSteps, sum: f64) -> f64 {
     sum / stage.timed.max(1) as f64
 }
 
-/// Returns the seconds in a unit that suits them.
+/// Returns a duration as text, in a suitable unit.
 fn duration(seconds: f64) -> String {
     match seconds {
         s if !s.is_finite() => "-".to_owned(),

@@ -1,4 +1,4 @@
-//! The arguments of `moh-serve`. Where vLLM has the same option, it has the same name.
+//! The arguments of `moh-serve`. Options that vLLM also has bear vLLM's names.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -100,7 +100,7 @@ pub struct Arguments {
 }
 
 impl Arguments {
-    /// Whose requests are answered.
+    /// Returns the guard, which decides which requests are answered.
     pub fn guard(&self) -> anyhow::Result<Guard> {
         let keys = self.api_key_file.as_deref().map_or_else(|| Ok(Vec::new()), read_keys)?;
         if keys.is_empty() && !self.host.is_loopback() && !self.allow_anyone {
@@ -131,7 +131,7 @@ fn read_keys(file: &Path) -> anyhow::Result<Vec<String>> {
         if key.is_empty() || key.starts_with(b"#") {
             continue;
         }
-        // What a header cannot have would never match.
+        // A key with bytes that a header cannot have would never match.
         match str::from_utf8(key) {
             Ok(key) if key.bytes().all(|byte| (b' '..=b'~').contains(&byte)) => {
                 keys.push(key.to_owned());

@@ -1,4 +1,5 @@
-//! Who may ask: clients with a key, or where none is needed this machine's own programs and pages.
+//! Decides which requests are answered: requests with a key, or, if no key is needed, requests of this machine's own
+//! programs and pages.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -11,28 +12,28 @@ use axum::response::{IntoResponse, Response};
 
 use crate::api::ApiError;
 
-/// Whose requests are answered.
+/// Decides which requests are answered.
 #[derive(Debug)]
 pub struct Guard {
-    /// Hashes of the keys, one of which is required if there are any. The time in which hashes are compared tells nothing
-    /// of the keys.
+    /// Hashes of the keys. If there are keys, a request needs a key. The time of comparing hashes reveals nothing about
+    /// the keys.
     keys: Vec<blake3::Hash>,
-    /// The address that is listened at.
+    /// The address at which the server listens.
     address: IpAddr,
     /// Other names of this machine.
     names: Vec<String>,
 }
 
 impl Guard {
-    /// Requires one of these keys, if there are any. A server without keys answers requests for its own names alone:
-    /// loopback names, its address, and these names. A page of another site can neither ask it nor make a name of its own
-    /// lead to it.
+    /// Creates a guard. If there are keys, a request needs a key. A server without keys answers requests only for its
+    /// own names: loopback names, its address, and `names`. A page of another site can neither ask the server nor point
+    /// a name of its own at it.
     pub fn new(keys: &[String], address: IpAddr, names: &[String]) -> Self {
         let keys = keys.iter().map(|key| blake3::hash(key.as_bytes())).collect();
         Guard { keys, address, names: names.to_vec() }
     }
 
-    /// Answers a request that is not allowed, or passes it on.
+    /// Forwards an allowed request, and answers any other request with an error.
     pub async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
         match guard.allows(request.uri(), request.headers()) {
             Ok(()) => next.run(request).await,
@@ -70,9 +71,9 @@ impl Guard {
         }
     }
 
-    /// Returns whether a host, perhaps with a port, is this machine by a name that nobody else can give it: localhost,
-    /// a loopback address, the address that is listened at, or an allowed name. Where it listens at all addresses, an
-    /// address leads to none but this machine.
+    /// Returns whether a host, perhaps with a port, is this machine by a name that no stranger can assign. Such names
+    /// are localhost, loopback addresses, the server's address, and allowed names. If the server listens at all
+    /// addresses, any address counts, because it can lead to no other machine.
     fn is_own(&self, host: &str) -> bool {
         let name = without_port(host);
         let address = name.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
@@ -83,13 +84,13 @@ impl Guard {
         }
     }
 
-    /// Returns whether it is one of the names that were given.
+    /// Returns whether `name` is an allowed name.
     fn is_allowed(&self, name: &str) -> bool {
         self.names.iter().any(|allowed| allowed.eq_ignore_ascii_case(name))
     }
 
-    /// Returns whether a request comes from no page, or from one of the host that it asks, or of an allowed name, as
-    /// behind a proxy.
+    /// Returns whether a request comes from no page, or from a page of the host that it asks. Behind a proxy, the page
+    /// may also be of an allowed name.
     fn is_own_page(&self, headers: &HeaderMap) -> bool {
         let Some(origin) = headers.get(ORIGIN) else { return true };
         let site = origin.to_str().ok().and_then(|origin| origin.split_once("://"));

@@ -1,4 +1,4 @@
-//! What the server counts, in Prometheus's text format.
+//! The server's metrics, in Prometheus's text format.
 
 use std::sync::atomic::AtomicU64;
 
@@ -31,13 +31,13 @@ pub struct Metrics {
     generated_tokens: Counter,
     /// Tokens of prompts.
     pub prompt_tokens: Counter,
-    /// Those of them whose keys and values an earlier prompt had left.
+    /// Tokens of prompts with keys and values from an earlier prompt.
     pub cached_tokens: Counter,
     /// Sequences that had to give up their blocks.
     pub preempted: Counter,
-    /// Sequences whose clients left.
+    /// Sequences that were cancelled because their clients left.
     pub cancelled: Counter,
-    /// Sequences that were given up at their deadline.
+    /// Sequences that missed their deadline.
     pub late: Counter,
     /// Sequences that could not be computed.
     pub failed: Counter,
@@ -55,7 +55,7 @@ struct Finish {
     reason: &'static str,
 }
 
-/// Returns a new metric, which the registry shows.
+/// Returns a new metric of the registry.
 fn metric<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, help: &str) -> M {
     let metric = M::default();
     registry.register(name, help, metric.clone());
@@ -100,14 +100,14 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// The share of the heads that a token computes in each layer.
+    /// Sets the share of the heads that a token computes, for each layer.
     pub fn set_heads(&self, shares: impl IntoIterator<Item = f64>) {
         for (layer, share) in shares.into_iter().enumerate() {
             self.heads.get_or_create(&Layer { layer }).set(share);
         }
     }
 
-    /// A token, so many seconds after the last one, or after its request.
+    /// Records a token, and the seconds since the last token or, for the first token, since the request.
     pub fn token(&self, seconds: f64, is_first: bool) {
         self.generated_tokens.inc();
         match is_first {
@@ -116,12 +116,12 @@ impl Metrics {
         }
     }
 
-    /// A sequence has ended.
+    /// Counts a sequence that has ended.
     pub fn finished(&self, reason: FinishReason) {
         self.finished.get_or_create(&Finish { reason: reason.name() }).inc();
     }
 
-    /// The state of the engine.
+    /// Records the state of the engine.
     pub fn observe(&self, running: usize, waiting: usize, cache: f64) {
         let whole = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         self.running.set(whole(running));
@@ -129,10 +129,10 @@ impl Metrics {
         self.cache.set(cache);
     }
 
-    /// All of it as text (OpenMetrics, which Prometheus reads).
+    /// Returns all metrics as text (OpenMetrics, which Prometheus reads).
     pub fn text(&self) -> String {
         let mut text = String::new();
-        // A string can be written to.
+        // Writing to a string cannot fail.
         let _ = encode(&mut text, &self.registry);
         text
     }

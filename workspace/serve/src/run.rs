@@ -22,16 +22,15 @@ use moh_text::{ChatTemplate, TextTokenizer};
 
 use crate::arguments::Arguments;
 
-/// The time for which an idle engine waits before it looks for a newer checkpoint.
+/// The time that an idle engine waits before it looks for a newer checkpoint.
 const IDLE: Duration = Duration::from_millis(100);
 /// The time between two looks for a newer checkpoint.
 const WATCH: Duration = Duration::from_secs(2);
-/// Bytes of the cache on a GPU, and where the memory that is available is not known, unless told otherwise.
+/// Default bytes of the cache on a GPU, or if the available memory is unknown.
 const DEFAULT_CACHE_BYTES: u64 = 4 << 30;
-/// Bytes of memory at most where it is not known how many are available.
+/// Most bytes of memory if the available memory is unknown.
 const MAX_BYTES: u64 = 1 << 44;
-/// The time that the rest has to end after a signal, once nothing is computed any more: connections, and templates that
-/// do not end.
+/// The time that connections and unfinished templates have to end after a signal, once no sequence is computed.
 const LAST_TASKS: Duration = Duration::from_secs(3);
 
 /// A server that is about to start.
@@ -45,7 +44,7 @@ pub struct Serve<'a> {
 }
 
 impl<'a> Serve<'a> {
-    /// Reads all but the weights, and takes the port.
+    /// Reads everything except the weights, and binds the port.
     pub fn prepare(arguments: &'a Arguments) -> anyhow::Result<Self> {
         let model = NamedModel::open(&arguments.model, arguments.revision.as_deref())?;
         if arguments.watch_run && model.checkpoint().is_none() {
@@ -67,7 +66,7 @@ impl<'a> Serve<'a> {
     }
 }
 
-/// What clients are told.
+/// Describes the model for clients.
 fn describe(arguments: &Arguments, model: &NamedModel, engine: Handle) -> anyhow::Result<Served> {
     let tokenizer = model.required_tokenizer()?;
     let config = &model.config;
@@ -106,12 +105,12 @@ fn checkpoint(model: &NamedModel) -> Checkpoint {
     Checkpoint { step: step(model), layers }
 }
 
-/// Returns the step of the checkpoint, if the model is one of a run.
+/// Returns the step of the checkpoint; `None` if the model is not a run's.
 fn step(model: &NamedModel) -> Option<u64> {
     model.checkpoint().map(|checkpoint| checkpoint.step)
 }
 
-/// Returns the chat template of the tokenizer, if it has one; one that is no Jinja is an error.
+/// Returns the chat template, if the tokenizer has a template. Fails if the template is not Jinja.
 fn template(tokenizer: &TextTokenizer) -> anyhow::Result<Option<ChatTemplate>> {
     let Some(template) = ChatTemplate::find(tokenizer)? else { return Ok(None) };
     template.renderer()?;
@@ -166,24 +165,24 @@ impl Compute for Serve<'_> {
     }
 }
 
-/// What the engine's thread needs beside a model.
+/// The state of the engine's thread, except the model's weights.
 struct Engine {
-    /// The model that is computed.
+    /// The loaded model.
     named: NamedModel,
     inbox: Inbox,
     /// The step of the run's newest checkpoint.
     newest: Arc<AtomicU64>,
-    /// What clients are told. The queue is closed when nobody has it any more, so the engine must not keep it.
+    /// The model as clients see it. Its last owner closes the queue, so the engine must not be an owner.
     served: Weak<Served>,
 }
 
 impl Engine {
-    /// Returns whether the run has no other newest checkpoint.
+    /// Returns whether the loaded checkpoint is the run's newest.
     fn is_current(&self) -> bool {
         step(&self.named).is_none_or(|step| step == self.newest.load(Ordering::Relaxed))
     }
 
-    /// Computes until nobody can ask any more, or else until there is another checkpoint.
+    /// Computes until the queue is closed, and returns true. Returns false if there is another checkpoint.
     fn run<B: Backend, T: Element>(&self, scheduler: &mut Scheduler<'_, B, T>) -> bool {
         loop {
             let patience = if scheduler.is_empty() { IDLE } else { Duration::ZERO };
@@ -201,7 +200,8 @@ impl Engine {
         }
     }
 
-    /// Loads the newest checkpoint, or else the one before again; `None` if the server ends before one can be loaded.
+    /// Loads the newest checkpoint, or else the last checkpoint again. Returns `None` if the server ends before a
+    /// checkpoint can be loaded.
     fn load_newest<B: Backend + Clone, T: Element>(
         &mut self,
         backend: &B,
@@ -225,19 +225,18 @@ impl Engine {
                     )),
                 }
             }
-            // A checkpoint that was removed meanwhile has a successor.
+            // If a checkpoint was removed meanwhile, it has a successor.
             std::thread::sleep(WATCH);
             self.served.upgrade()?;
         }
     }
 
-    /// Says which checkpoint is served. If it is not the newest one, which could not be loaded then, that is not tried
-    /// again; one that was written meanwhile is.
+    /// Publishes the step that is served. A newest checkpoint that failed to load is not retried; a newer one is.
     fn tell(&self, newest: u64) {
         if let Some(step) = step(&self.named) {
             exit::stderr_line(format_args!("serves step {step} now"));
             let (success, failure) = (Ordering::Relaxed, Ordering::Relaxed);
-            // An error says that there is a newer one.
+            // An error means that there is a newer checkpoint.
             let _ = self.newest.compare_exchange(newest, step, success, failure);
         }
         if let Some(served) = self.served.upgrade() {
@@ -246,7 +245,7 @@ impl Engine {
     }
 }
 
-/// Returns the sizes of the cache and of passes, which have to fit in the memory.
+/// Returns the sizes of the cache and of passes. Fails if they exceed the memory.
 fn cache_sizes<T: Element>(
     arguments: &Arguments,
     config: &ModelConfig,
@@ -280,7 +279,7 @@ fn cache_sizes<T: Element>(
         None if block_length > context => format!("--block-size {block_length}"),
         None => context_option.clone(),
     };
-    // Cosines and sines of every position, and the rows of a pass, roughly.
+    // The cosines and sines of every position, the cache, and the approximate rows of a pass.
     for (option, needed) in [
         (context_option, product([context, config.head_dim, size_of::<f32>()])),
         (cache_option, cache),
@@ -310,15 +309,15 @@ fn cache_sizes<T: Element>(
     Ok(BatchOptions { pass_tokens, blocks, block_length, independent: true, ..sizes })
 }
 
-/// Looks for other checkpoints as long as the program runs.
+/// Starts to look for other checkpoints, as long as the program runs.
 fn watch(model: &NamedModel, newest: Arc<AtomicU64>) -> anyhow::Result<()> {
     let Some(RunCheckpoint { run, .. }) = model.checkpoint().cloned() else { return Ok(()) };
     std::thread::Builder::new().name("watch".to_owned()).spawn(move || {
         let mut known = newest.load(Ordering::Relaxed);
         loop {
             std::thread::sleep(WATCH);
-            // A directory that cannot be listed now may be later. The newest step may be an earlier one: a
-            // run resumes from there with `--resume-step`.
+            // If the directory cannot be listed, the next look retries. The newest step may be an earlier step: a run
+            // resumes from there with `--resume-step`.
             let last = run.checkpoint_steps().ok().and_then(|steps| steps.last().copied());
             if let Some(step) = last.filter(|&step| step != known) {
                 known = step;
@@ -371,7 +370,7 @@ fn start(
     Ok(())
 }
 
-/// Ends the program some seconds after the last sequence, whatever connections and tasks wait for.
+/// Ends the program some seconds after the last sequence, even if connections and tasks still wait.
 fn end_when_idle(active: &AtomicUsize) {
     let mut last = Instant::now();
     while last.elapsed() < LAST_TASKS {

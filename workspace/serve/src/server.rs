@@ -1,7 +1,7 @@
-//! Connections, within limits: of their number, of the size of a request's head, and of the times in which it arrives and
-//! in which an answer is taken. Where there is no place for one more, those that have waited longest for their clients
-//! make room; as some always do, requests that are answered have places too, and where there is none the client is told to
-//! come again. A client that has left is noticed, whatever it has sent before.
+//! Connections within limits: their number, the size of a request's head, and the times to send the head and to read an
+//! answer. If all places are taken, the connections that have waited longest for their clients are closed. Answers have
+//! fewer places than connections, so that some connections can always be closed. If an answer finds no place, its
+//! client is told to come again. A client that has left is noticed, whatever it has sent before.
 
 mod held;
 mod writing;
@@ -28,22 +28,22 @@ use crate::api::ApiError;
 
 pub use held::Held;
 
-/// The time in which the head of a request has to arrive, the first one's from the connection on.
+/// The time in which the head of a request has to arrive. For the first request, it starts with the connection.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
-/// The time in which a client has to take some of an answer.
+/// The time in which a client has to read some of an answer.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
 const MAX_HEAD_BYTES: usize = 32 << 10;
 const MAX_HEADERS: usize = 64;
-/// The time between two attempts to accept, after one has failed, or to find a place.
+/// The time between two attempts to accept a connection or to find a place.
 const PAUSE: Duration = Duration::from_millis(100);
-/// The time after which a connection that waits for its client makes room with others.
+/// After this wait for its client, a connection may be closed together with others.
 const MIN_WAIT: Duration = Duration::from_secs(1);
-/// One of so many connections does not wait for an answer, and can make room.
+/// One in so many connections has no place for an answer, so that it can be closed.
 const NOT_ANSWERED: usize = 16;
 /// The time between two looks whether a client has left.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// What a connection does: it waits for its client, or its client waits for an answer, which takes one of the places.
+/// The phase of a connection: it waits for its client, or its client waits for an answer. An answer takes a place.
 #[derive(Debug)]
 pub struct Phase {
     since: Mutex<Option<Instant>>,
@@ -52,27 +52,27 @@ pub struct Phase {
 
 impl Phase {
     fn waits_since(&self) -> MutexGuard<'_, Option<Instant>> {
-        // A value is replaced whole: a panic leaves no half of one.
+        // A panic leaves no partial value: values are replaced whole.
         self.since.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A request has arrived, which is answered now.
+    /// Starts an answer, which takes a place.
     ///
     /// # Errors
-    /// Fails if as many others are answered as may be.
+    /// Fails if all places are taken.
     pub fn answers(&self) -> Result<(), ApiError> {
         let place = self.places.try_acquire().map_err(|_| {
             let message = "as many clients wait for answers as may: ask again later";
             ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message)
         })?;
-        // Until the end of the answer.
+        // `Answered` returns the place at the end of the answer.
         place.forget();
         *self.waits_since() = None;
         Ok(())
     }
 }
 
-/// The end of an answer: the next request is waited for.
+/// Ends an answer when it is dropped: the connection waits for the next request.
 struct Answered(Arc<Phase>);
 
 impl Drop for Answered {
@@ -83,11 +83,11 @@ impl Drop for Answered {
     }
 }
 
-/// The connections, some of which may have ended.
+/// The connections, including some that may have ended.
 type Connections = Vec<(Arc<Phase>, AbortHandle)>;
 
-/// Closes a quarter of the connections that wait for their clients, those that have waited longest; where none has
-/// waited for [`MIN_WAIT`], the one that has waited longest.
+/// Closes a quarter of the connections that have waited [`MIN_WAIT`] for their clients, the longest waits first. If no
+/// connection has waited so long, closes the connection with the longest wait.
 fn make_room(connections: &Connections) {
     let since =
         connections.iter().filter_map(|(phase, task)| Some(((*phase.waits_since())?, task)));
@@ -98,7 +98,7 @@ fn make_room(connections: &Connections) {
     waiting.into_iter().take(count).for_each(|(_, task)| task.abort());
 }
 
-/// Serves `app` until `stop` is done, and then finishes what was begun.
+/// Serves `app` until `stop` is done, and then finishes the requests that have begun.
 pub async fn serve(
     listener: TcpListener,
     app: Router,
@@ -118,7 +118,7 @@ pub async fn serve(
             () = &mut stop => break,
         };
         let Some((stream, place)) = accepted else { continue };
-        // A token is sent as soon as it is there; without this option it waits for the next one.
+        // Sends a token at once; without this option it waits for the next token.
         let _ = stream.set_nodelay(true);
         let since = Mutex::new(Some(Instant::now()));
         let phase = Arc::new(Phase { since, places: Arc::clone(&answers) });
@@ -151,9 +151,9 @@ pub async fn serve(
             look.set_missed_tick_behavior(MissedTickBehavior::Delay);
             loop {
                 tokio::select! {
-                    // A client that has left is no concern of the others.
+                    // An error of a client that has left is ignored.
                     _ = &mut connection => return,
-                    // The connection is polled again, and looks.
+                    // Polls the connection again, which looks whether its client has left.
                     _ = look.tick() => {}
                 }
             }
@@ -164,14 +164,14 @@ pub async fn serve(
     graceful.shutdown().await;
 }
 
-/// Returns the next connection, and its place.
+/// Accepts the next connection, and waits for its place. Returns `None` after an error.
 async fn accept(
     listener: &TcpListener,
     places: &Arc<Semaphore>,
     connections: &Connections,
 ) -> Option<(TcpStream, OwnedSemaphorePermit)> {
     let Ok((stream, _)) = listener.accept().await else {
-        // Of one connection, or of too many open files.
+        // An error of one connection, or too many open files.
         make_room(connections);
         tokio::time::sleep(PAUSE).await;
         return None;

@@ -27,7 +27,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         Ok::<_, moh_model::Error>(())
     })?;
 
-    // This process is the only rank: it holds the whole model and the whole state of AdamW.
+    // This process is the only rank: it has the whole model and the whole state of AdamW.
     let all = World::single().group().clone();
     let mut optimizer = OptimizerState::<Cpu, f32>::new(&model, Shard::from_group(&all))?;
     let config = StepConfig {

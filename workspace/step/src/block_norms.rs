@@ -12,9 +12,9 @@ use crate::Result;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BlockNorms {
-    /// Of the gradients, before clipping. The squares add up to the square of the global norm.
+    /// Norms of the gradients before clipping. Their squares add up to the square of the global norm.
     pub gradient: Norms,
-    /// Of the weights that the step's gradients are of.
+    /// Norms of the weights before the step's update.
     pub weight: Norms,
 }
 
@@ -36,12 +36,12 @@ pub struct Norms {
     pub head: Option<f64>,
 }
 
-/// Returns a number; null, as which JSON has a number that is not finite, is NaN. For serde's `deserialize_with`.
+/// Returns a number; null, which JSON has for numbers that are not finite, becomes NaN. For serde's `deserialize_with`.
 pub fn finite_or_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
-/// Numbers; null is NaN.
+/// Returns a list of numbers; null becomes NaN.
 fn list<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Vec<f64>, D::Error> {
     let numbers: Vec<Option<f64>> = Vec::deserialize(from)?;
     Ok(numbers.into_iter().map(|number| number.unwrap_or(f64::NAN)).collect())
@@ -49,7 +49,7 @@ fn list<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Vec<f64>, D::Error>
 
 /// The squared norms of every flat buffer on the device, allocated once for all steps.
 pub(crate) struct SquaredBlockNorms<M: Memory> {
-    /// `[2, flat buffers]`: those of the gradients, then those of the weights.
+    /// `[2, flat buffers]`: the squares of the gradients, then of the weights.
     squares: M::Buffer<f64>,
 }
 
@@ -60,8 +60,8 @@ impl<M: Memory> SquaredBlockNorms<M> {
 }
 
 impl<B: Backend> SquaredBlockNorms<B> {
-    /// Computes the norms from each rank's shard of the gradients, which are summed over the data
-    /// ranks, and of the weights. All ranks of `group` call this function.
+    /// Computes the norms from each rank's shard of the gradients, which are summed over the data ranks, and from its
+    /// shard of the weights. All ranks of `group` call this function.
     pub(crate) fn measure<T: Element, G: Element>(
         &mut self,
         backend: &B,

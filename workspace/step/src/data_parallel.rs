@@ -1,16 +1,16 @@
-//! Data parallelism with a sharded optimiser (ZeRO-1, arXiv 1910.02054). Data ranks have the same
-//! part of a model, with whole weights and gradients; they compute different micro-batches, and
-//! each updates its local shard of every flat buffer.
+//! Data parallelism with a sharded optimiser (ZeRO-1, arXiv 1910.02054). Data ranks have the same part of a model, with
+//! whole weights and gradients. They compute different micro-batches, and each rank updates its local shard of every
+//! flat buffer.
 //!
-//! A step has two collectives per buffer, both overlapped with computation: the gradients are
-//! reduce-scattered as soon as the step's last backward pass has completed them, and the updated
-//! weights are all-gathered while the optimiser updates the next buffer, until the next forward
-//! pass first uses them. All ranks start them in the same order: the order of the backward pass,
-//! then the order of the buffers.
+//! A step has two collectives per buffer, both overlapped with computation:
+//! - The gradients are reduce-scattered as soon as the step's last backward pass has completed them.
+//! - The updated weights are all-gathered while the optimiser updates the next buffer, until the next forward pass
+//!   first uses them.
 //!
-//! Tensor-parallel ranks have copies of norms, and NCCL may add the same gradients in another order in
-//! each group of data ranks. So the copies are those of the first tensor-parallel rank, by a broadcast
-//! when the weights are complete.
+//! All ranks start the collectives in the same order: the order of the backward pass, then the order of the buffers.
+//!
+//! Tensor-parallel ranks have copies of norms, and NCCL may add the same gradients in a different order in each group
+//! of data ranks. So the first tensor-parallel rank broadcasts its copies when the weights are complete.
 
 use std::ops::Range;
 
@@ -22,11 +22,11 @@ use moh_model::{FlatBuffers, Model, ModelLayout, Result, Shard};
 
 use crate::step_buffers::Rounded;
 
-/// Gradients whose reduce-scatter is in flight.
+/// Gradients of a reduce-scatter in flight.
 enum InFlight<B: Backend, G: Element> {
     /// The buffer itself.
     Exact(Pending<B::Buffer<G>>),
-    /// The buffer, and a copy rounded to bf16; the copy's local shard then replaces the buffer's.
+    /// The buffer, and a copy rounded to bf16. At the end, the copy's local shard replaces the buffer's.
     Rounded(B::Buffer<G>, Pending<B::Buffer<bf16>>),
 }
 
@@ -37,12 +37,12 @@ pub(crate) struct DataParallel<B: Backend, T: Element, G: Element> {
     /// The group of the first and the last pipeline stage if both have a tied head; `None` on other
     /// stages.
     tied_head: Option<Group>,
-    /// The ranks that have copies of replicated tensors.
+    /// The ranks with copies of replicated tensors.
     tensor: Group,
     replicated: Vec<Vec<Range<usize>>>,
     gradients: Vec<Option<InFlight<B, G>>>,
     weights: Vec<Option<Pending<B::Buffer<T>>>>,
-    /// If gradients are rounded, a buffer for the copy of each.
+    /// If gradients are rounded, a buffer for the copy of each buffer of gradients.
     copies: Vec<Option<B::Buffer<bf16>>>,
 }
 
@@ -67,9 +67,8 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         }
     }
 
-    /// Starts the reduce-scatter of a buffer whose gradients are complete on this rank. The
-    /// gradient of a head tied across two stages is completed by [`Self::finish_gradients`]
-    /// instead.
+    /// Starts the reduce-scatter of a buffer with complete gradients on this rank. Skips the gradient of a head tied
+    /// across two stages, which [`Self::finish_gradients`] completes.
     pub fn start_gradients(
         &mut self,
         gradients: &mut FlatBuffers<B, G>,
@@ -81,8 +80,8 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         }
     }
 
-    /// Calls [`Self::start_gradients`] with zeros for every buffer, in the order of a backward
-    /// pass; for a rank without a micro-batch in a step.
+    /// Calls [`Self::start_gradients`] with zeros for every buffer, in the order of a backward pass. For a rank without
+    /// a micro-batch in a step.
     pub fn start_zero_gradients(
         &mut self,
         gradients: &mut FlatBuffers<B, G>,
@@ -97,11 +96,11 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         Ok(())
     }
 
-    /// Reduces the gradient of a head tied across two stages and waits for all gradients: the local
-    /// shard of each buffer then holds the sums over the ranks; the rest is undefined.
+    /// Reduces the gradient of a head tied across two stages, and waits for all gradients. Then the local shard of each
+    /// buffer has the sums over the ranks; the rest is undefined.
     ///
     /// # Errors
-    /// Fails if the device or another rank has failed; the buffers in flight are then lost.
+    /// Fails if the device or another rank failed; the buffers in flight are then lost.
     pub fn finish_gradients(&mut self, gradients: &mut FlatBuffers<B, G>) -> Result<()> {
         if let Some(stages) = &self.tied_head {
             let buffer = gradients.flat_mut(ModelLayout::EMBEDDING);
@@ -148,7 +147,7 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         Ok(())
     }
 
-    /// Starts the all-gather of a buffer of weights whose local shard has been updated.
+    /// Starts the all-gather of a buffer of weights with an updated local shard.
     pub fn start_weights(&mut self, weights: &mut FlatBuffers<B, T>, flat: usize) -> Result<()> {
         if self.group.size() > 1 && B::len(weights.flat(flat)) > 0 {
             let pending = self.group.start_all_gather::<B, T>(weights.take(flat))?;
@@ -223,7 +222,7 @@ mod tests {
         });
     }
 
-    /// Returns the gradient of an element on a rank, which bf16 does not hold exactly.
+    /// Returns the gradient of an element on a rank, which bf16 cannot represent exactly.
     fn gradient(rank: usize, at: usize) -> f32 {
         (rank + 1) as f32 + at as f32 / 1024.0
     }
@@ -242,7 +241,7 @@ mod tests {
             }
         }
 
-        /// Compares the gradients of the local shard of every buffer, each by its buffer and its place in it.
+        /// Compares the gradients of the local shard of every buffer, by buffer and position.
         fn assert_gradients(&self, expected: impl Fn(usize, usize) -> f32) {
             for flat in self.model.layout().backward_order() {
                 let buffer = self.gradients.flat(flat);
@@ -252,7 +251,7 @@ mod tests {
             }
         }
 
-        /// Fills this rank's shard of the weights with its number, and starts to gather all.
+        /// Fills this rank's shard of the weights with its number, and starts to gather all weights.
         fn start_weights(&mut self) {
             for flat in 0..self.model.layout().flats.len() {
                 let weights = self.model.weights_mut();
@@ -314,7 +313,7 @@ mod tests {
         on_ranks([1, 2, 2], ElementType::F32, |rank| {
             rank.fill_gradients();
             rank.start_gradients();
-            // At hand until both stages are done.
+            // Not taken until both stages are done.
             assert!(!rank.gradients.flat(ModelLayout::EMBEDDING).is_empty());
             rank.exchange.finish_gradients(&mut rank.gradients).unwrap();
             let stage = rank.number / 2;
@@ -354,7 +353,7 @@ mod tests {
         on_ranks([1, 3, 1], ElementType::F32, |rank| {
             rank.start_weights();
             let Rank { model, exchange, .. } = rank;
-            // One that is used first, then the others.
+            // First a buffer that is used first, then the other buffers.
             exchange.wait_for_weights(model.weights_mut(), 1).unwrap();
             assert!(!model.weights().flat(1).is_empty());
             exchange.wait_for_all_weights(model.weights_mut()).unwrap();

@@ -3,10 +3,10 @@
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The samples of a step or the windows of an evaluation could not be read: the error of what reads them.
+    /// Reading the samples of a step or the windows of an evaluation failed with this error.
     #[error(transparent)]
     Samples(Box<dyn std::error::Error + Send + Sync>),
-    /// Another rank failed, which ends the run on this rank too.
+    /// Another rank failed, which also ends the run on this rank.
     #[error("rank {rank} failed; see its output")]
     OtherRank {
         /// The rank that failed.
@@ -24,7 +24,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// For `map_err`: the error of a function that reads samples.
+    /// Wraps the error of a function that reads samples, for `map_err`.
     pub fn samples(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         Error::Samples(error.into())
     }

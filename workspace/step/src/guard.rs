@@ -1,6 +1,6 @@
-//! Which steps are applied: not those whose loss or gradient norm is not finite, or far above its
-//! running median. A pure function of the recipe and the steps before, so that all ranks and a resumed
-//! run come to the same decision.
+//! The decision to apply a step: a step is skipped if its loss or gradient norm is not finite, or is far above its
+//! running median. The decision depends only on the recipe and the steps before, so that all ranks and a resumed run
+//! decide alike.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -8,15 +8,15 @@ use std::fmt;
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 
-/// Applied steps whose median is compared with. A spike of some steps does not move the median of so
-/// many, and the loss of a warm-up has left them when it matters.
+/// Number of applied steps in the median. A spike of some steps does not move the median of so many steps. When the
+/// median matters, the losses of a warm-up have left the window.
 pub const WINDOW: usize = 128;
 
-/// Applied steps from which on there is a median. The first steps of a stage vary the most: until there are
-/// so many, only values that are not finite are refused.
+/// Number of applied steps from which on there are limits. The first steps of a stage vary the most: until there are so
+/// many steps, only values that are not finite are rejected.
 pub const MINIMUM: usize = 32;
 
-/// Why a step was not applied.
+/// The reason why a step was not applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SkipReason {
     /// The loss is NaN or infinite.
@@ -36,7 +36,7 @@ pub enum SkipReason {
     NoTargets,
 }
 
-/// As it is written.
+/// Shows the reason as in files.
 impl fmt::Display for SkipReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.serialize(f)
@@ -46,9 +46,9 @@ impl fmt::Display for SkipReason {
 /// The largest loss and gradient norm of a step that is applied.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Limits {
-    /// Of the mean cross-entropy, in nats.
+    /// Limit of the mean cross-entropy, in nats.
     pub loss: f64,
-    /// Of the global gradient norm before clipping.
+    /// Limit of the global gradient norm before clipping.
     pub grad_norm: f64,
 }
 
@@ -56,7 +56,7 @@ impl Limits {
     /// Applies every step with finite values.
     pub const FINITE: Limits = Limits { loss: f64::INFINITY, grad_norm: f64::INFINITY };
 
-    /// Why a step with these values is not applied; `None` if it is.
+    /// Returns the reason to skip a step with these values; `None` if it is applied.
     pub fn check(&self, loss: f64, grad_norm: f64) -> Option<SkipReason> {
         if !loss.is_finite() {
             Some(SkipReason::LossNotFinite)
@@ -72,7 +72,7 @@ impl Limits {
     }
 }
 
-/// What a run remembers of its steps to decide about the next one.
+/// A run's record of its steps, which decides about the next step.
 ///
 /// ```
 /// use moh_step::guard::{GuardState, SkipReason};
@@ -89,21 +89,21 @@ impl Limits {
 pub struct GuardState {
     /// Steps of the current stage that were not applied.
     pub skipped: u64,
-    /// Steps up to the last one, in a row, that were not applied.
+    /// Number of steps in a row, up to the last step, that were not applied.
     pub in_a_row: u64,
     /// Losses of the last applied steps of the stage, oldest first; at most [`WINDOW`]. Empty without a
     /// factor.
     pub losses: VecDeque<f64>,
     /// Gradient norms of the same steps.
     pub grad_norms: VecDeque<f64>,
-    /// The number of a return to an earlier step, which earlier versions have recorded.
+    /// The number of returns to an earlier step, which earlier versions recorded.
     #[serde(default, skip_serializing)]
     rewinds: IgnoredAny,
 }
 
 impl GuardState {
-    /// Returns the limits of the next step, at `factor` times the medians. Without limits while there are fewer
-    /// than [`MINIMUM`] steps, and with a factor of 0.
+    /// Returns the limits of the next step, at `factor` times the medians. There are no limits with fewer than
+    /// [`MINIMUM`] steps, and with a factor of 0.
     pub fn limits(&self, factor: f64) -> Limits {
         let limit = |values: &VecDeque<f64>| match median(values) {
             Some(median) if factor > 0.0 && values.len() >= MINIMUM => factor * median,
@@ -112,7 +112,7 @@ impl GuardState {
         Limits { loss: limit(&self.losses), grad_norm: limit(&self.grad_norms) }
     }
 
-    /// Counts a step. The medians need its values only with a `factor` above 0.
+    /// Counts a step. The medians need its values only if `factor` is above 0.
     pub fn count(&mut self, skipped: bool, loss: f64, grad_norm: f64, factor: f64) {
         if skipped {
             self.skipped += 1;
@@ -126,13 +126,13 @@ impl GuardState {
         }
     }
 
-    /// Forgets the steps of a stage that has ended. Steps that were not applied in a row are counted on.
+    /// Forgets the steps of a stage that has ended, except the number of skipped steps in a row.
     pub fn end_stage(&mut self) {
         *self = GuardState { in_a_row: self.in_a_row, ..GuardState::default() };
     }
 }
 
-/// Adds the newest value, and drops the oldest beyond the window.
+/// Adds the newest value, and drops the oldest values beyond the window.
 fn push(values: &mut VecDeque<f64>, value: f64) {
     values.push_back(value);
     while values.len() > WINDOW {
@@ -140,7 +140,7 @@ fn push(values: &mut VecDeque<f64>, value: f64) {
     }
 }
 
-/// Returns the middle value, or the mean of the two in the middle.
+/// Returns the middle value, or the mean of the two middle values.
 fn median(values: &VecDeque<f64>) -> Option<f64> {
     let mut sorted: Vec<f64> = values.iter().copied().collect();
     sorted.sort_by(f64::total_cmp);

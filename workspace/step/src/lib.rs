@@ -1,6 +1,7 @@
 //! One optimisation step: the passes of its micro-batches, the exchange between data ranks, the gradient norm, and
-//! AdamW's update if the step is applied. Also the loss of a model on held-out text ([`Evaluator`]). The crates above decide what a recipe's step is and where its tokens come
-//! from. `examples/train_tiny.rs` trains a model with this crate.
+//! AdamW's update if the step is applied. Also the loss of a model on held-out text ([`Evaluator`]). Other crates
+//! define the steps of a recipe and the source of their tokens. `examples/train_tiny.rs` trains a model with this
+//! crate.
 
 mod block_norms;
 mod data_parallel;

@@ -1,6 +1,6 @@
 //! The mean loss of a model over the windows of a token file.
 //!
-//! That over the first two windows:
+//! The loss over the first two windows:
 //!
 //! ```
 //! use moh_data::{TokenFile, Windows};
@@ -39,9 +39,9 @@ use crate::{Error, Result};
 pub struct Loss {
     /// Mean cross-entropy of the targets, in nats.
     pub loss: f64,
-    /// Number of targets; those that a mask leaves out do not count.
+    /// Number of targets that no mask leaves out.
     pub tokens: u64,
-    /// The loss in bits per byte of the decoded targets; `None` if these are not counted.
+    /// The loss in bits per byte of the decoded targets; `None` if their bytes are not counted.
     pub bits_per_byte: Option<f64>,
 }
 
@@ -58,9 +58,9 @@ pub type DecodedBytes<'a> = dyn Fn(&[u32]) -> Result<u64> + 'a;
 /// The text of an evaluation.
 #[derive(Clone, Copy)]
 pub struct EvaluationText<'a> {
-    /// Its windows.
+    /// The windows of the text.
     pub windows: &'a Windows,
-    /// How many of them, from the first on, are evaluated; all if there are fewer.
+    /// Number of windows to evaluate, from the first on; all windows if there are fewer.
     pub count: u64,
     /// Counts the bytes of the targets of a window.
     pub decoded_bytes: Option<&'a DecodedBytes<'a>>,
@@ -78,7 +78,7 @@ pub struct LossSums {
 }
 
 impl LossSums {
-    /// Divides the sums into means; the loss is NaN without a target.
+    /// Divides the sums into means. Without a target the loss is NaN.
     pub fn loss(&self) -> Loss {
         let LossSums { cross_entropy, tokens, bytes } = *self;
         let bits_per_byte = (bytes > 0).then(|| cross_entropy / LN_2 / bytes as f64);
@@ -86,14 +86,14 @@ impl LossSums {
     }
 }
 
-/// Whether an evaluation goes on, given the windows done and their total.
+/// Decides whether an evaluation continues, given the windows done and their total.
 pub type GoOn<'a, E> = dyn FnMut(u64, u64) -> Result<ControlFlow<()>, E> + 'a;
 
-/// The tokens of a batch, and the target after each.
+/// The tokens of a batch, and the target after each token.
 struct Tokens {
     ids: Vec<u32>,
     targets: Vec<u32>,
-    /// Of a window, whether each token is trained on.
+    /// For each token of a window, whether it is trained on.
     mask: Vec<u8>,
 }
 
@@ -107,8 +107,8 @@ pub struct Evaluator<B: Memory, T: Element> {
 }
 
 impl<M: Workspace, T: Element> Evaluator<M, T> {
-    /// Plans the buffers of an evaluation by the part of a model whose passes `part` describes, for
-    /// `batch` windows of `length` tokens at a time.
+    /// Allocates the buffers of an evaluation, for `batch` windows of `length` tokens at a time. `part` describes the
+    /// passes of the model's part.
     pub fn of_part(memory: &M, part: PassSizes<'_>, batch: usize, length: usize) -> Result<Self> {
         let sizes = part.of_pass(pass_shape(batch, length));
         memory.for_purpose(Purpose::Evaluation, || {
@@ -131,8 +131,7 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
         Self::of_part(model.backend(), sizes, batch, length)
     }
 
-    /// Returns the loss over the windows of `text`. `progress` receives the number of windows done and
-    /// their total.
+    /// Returns the loss over the windows of `text`. Calls `progress` with the number of windows done and their total.
     ///
     /// # Errors
     /// Fails if the token file cannot be read or has ids outside the vocabulary.
@@ -150,18 +149,17 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
         let sums = self.evaluate_share(model, text, Shard::WHOLE, routing, &mut go_on)?;
         let count = text.count.min(text.windows.len());
         progress(count, count);
-        // It was never asked to stop.
+        // `go_on` never breaks here.
         Ok(sums.unwrap_or_default().loss())
     }
 
-    /// This rank's contribution to the loss over the windows of `text`: data-parallel ranks take
-    /// batches in turn, and of a sharded model only the last stage's tensor rank 0 contributes.
-    /// Also adds this rank's contribution to the statistics `routing`, if they are asked for.
+    /// Returns this rank's contribution to the loss over the windows of `text`. Data-parallel ranks compute batches in
+    /// turn. In a sharded model only the last stage's tensor rank 0 contributes. If `routing` is given, also adds this
+    /// rank's contribution to these statistics.
     ///
-    /// `go_on` is called before each round of batches, in which each data-parallel rank has at most
-    /// one, with the windows that all ranks have done and their total: equally often on every rank,
-    /// so that it may communicate. If it breaks, which it must do on all ranks in the same round, the
-    /// evaluation ends with `None`.
+    /// Calls `go_on` before each round of batches, with the windows that all ranks have done and their total. In a
+    /// round each data-parallel rank has at most one batch. Every rank calls `go_on` equally often, so that it may
+    /// communicate. If `go_on` breaks, which it must do on all ranks in the same round, returns `None`.
     pub fn evaluate_share<E: From<Error>>(
         &mut self,
         model: &mut Model<B, T>,

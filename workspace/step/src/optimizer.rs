@@ -1,5 +1,5 @@
-//! AdamW over a model's flat buffers, with clipping by the global gradient norm: over whole
-//! buffers, or over a rank's local shard (`data_parallel.rs`).
+//! AdamW over a model's flat buffers, with clipping by the global gradient norm. It updates whole buffers, or a rank's
+//! local shard (`data_parallel.rs`).
 
 use std::ops::Range;
 
@@ -22,7 +22,7 @@ pub struct Hyperparameters {
     pub beta1: f64,
     /// Decay of the second moment; default: 0.95.
     pub beta2: f64,
-    /// Added to the root of the second moment; default: 1e-8.
+    /// Addend of the root of the second moment; default: 1e-8.
     pub eps: f64,
     /// Weight decay of matrices, multiplied by the learning rate; default: 0.1.
     pub weight_decay: f64,
@@ -32,16 +32,16 @@ pub struct Hyperparameters {
     pub groups: GroupFactors,
 }
 
-/// Factors of the learning rate by group of tensors; default: 1 of each. A group with the factor 0 is frozen: its weights
-/// and moments stay as they are, and its gradients have no part in the gradient norm.
+/// Factors of the learning rate by group of tensors; default: 1 for each group. A group with the factor 0 is frozen:
+/// its weights and moments do not change, and its gradients do not count in the gradient norm.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct GroupFactors {
-    /// Of queries, keys, values, the output projection, and norms of queries and keys.
+    /// Factor of queries, keys, values, the output projection, and norms of queries and keys.
     pub attention: f64,
-    /// Of the matrices of routers.
+    /// Factor of the matrices of routers.
     pub router: f64,
-    /// Of MLPs, norms, embedding and head.
+    /// Factor of MLPs, norms, embedding and head.
     pub rest: f64,
 }
 
@@ -100,13 +100,13 @@ pub struct OptimizerState<B: Memory, M: Element> {
     pub remainder: Option<FlatBuffers<B, i16>>,
     /// Running mean of the gradients.
     pub first_moment: FlatBuffers<B, M>,
-    /// Running mean of their squares.
+    /// Running mean of the squared gradients.
     pub second_moment: FlatBuffers<B, M>,
     shard: Shard,
 }
 
 impl<B: Memory, M: Element> OptimizerState<B, M> {
-    /// Creates zero moments of `shard`, for weights of type `T` that have no rounding error yet.
+    /// Creates zero moments of `shard`, for weights of type `T` without a rounding error.
     pub fn zeros<T: Element>(memory: &B, layout: &ModelLayout, shard: Shard) -> Result<Self> {
         let remainder = || FlatBuffers::zeros_of(memory, layout, shard);
         let remainder = || memory.for_purpose(Purpose::Remainders, remainder);
@@ -131,7 +131,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         self.shard
     }
 
-    /// Adds the squares of the shard's gradients to `sums`, but those of frozen groups; each tensor counts once over all
+    /// Adds the squares of the shard's gradients to `sums`, except in frozen groups. Each tensor counts once over all
     /// ranks.
     pub fn add_squared_norm<G: Element>(
         &self,
@@ -150,7 +150,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         Ok(backend.squared_norms(&parts.collect::<Vec<_>>(), sums.squared_norm_mut())?)
     }
 
-    /// Returns the f32 weights of a part of a buffer, within the local shard.
+    /// Returns the f32 weights of a range of a buffer, within the local shard.
     pub fn exact_weights<T: Element>(
         &self,
         model: &Model<B, T>,
@@ -177,9 +177,8 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
 }
 
 impl<B: Backend + Clone, M: Element> OptimizerState<B, M> {
-    /// Updates the shard of the model's weights by one step.
-    /// `step.weight_decay` applies to matrices only, and `groups` have factors of `step.learning_rate`. `updated` is called with the weights as soon
-    /// as the shard of a buffer is updated.
+    /// Updates the shard of the model's weights by one step. `step.weight_decay` applies only to matrices. `groups` has
+    /// factors of `step.learning_rate`. Calls `updated` with the weights as soon as the shard of a buffer is updated.
     pub fn update<T: Element, G: Element>(
         &mut self,
         model: &mut Model<B, T>,
@@ -217,8 +216,8 @@ impl<B: Backend + Clone, M: Element> OptimizerState<B, M> {
         Ok(())
     }
 
-    /// Fills the shard of the model's weights and of the state with the values that `read` writes: a
-    /// range of the elements of a tensor's local slice, of each kind.
+    /// Fills the shard of the model's weights and of the state with the values of `read`. For each kind, `read` writes
+    /// a range of the elements of a tensor's local slice.
     pub fn fill<T: Element, E: From<moh_model::Error>>(
         &mut self,
         model: &mut Model<B, T>,
@@ -253,8 +252,8 @@ impl<B: Backend + Clone, M: Element> OptimizerState<B, M> {
         Ok(())
     }
 
-    /// Replaces the local slice of a tensor, whose buffer and segment these are: the model's weights, and of their
-    /// rounding errors what the shard has. All data ranks give the same values.
+    /// Replaces the local slice of the tensor of this buffer and segment. Sets the model's weights, and their rounding
+    /// errors within the shard. All data ranks pass the same values.
     pub fn set_weights<T: Element>(
         &mut self,
         model: &mut Model<B, T>,

@@ -1,11 +1,10 @@
 //! The order of a pipeline stage's forward and backward passes.
 //!
-//! One forward, one backward (1F1B): a stage runs some warm-up forward passes and then alternates,
-//! so that few micro-batches have saved activations (PipeDream-Flush; arXiv 2104.04473, section
-//! 2.2.1). With virtual stages it has several chunks of layers and runs each for as many
-//! micro-batches as there are stages before it moves to the next, which divides the pipeline bubble
-//! by the number of chunks (section 2.2.2). If the micro-batches are not a multiple of the stages,
-//! some of these groups are larger, so any number keeps the stages busy.
+//! One forward, one backward (1F1B): a stage runs some warm-up forward passes and then alternates, so that few
+//! micro-batches have saved activations (PipeDream-Flush; arXiv 2104.04473, section 2.2.1). With virtual stages a stage
+//! has several chunks of layers. It runs each chunk for as many micro-batches as there are stages before it moves to
+//! the next chunk. This divides the pipeline bubble by the number of chunks (section 2.2.2). If the micro-batches are
+//! not a multiple of the stages, some of these groups are larger, so that any number keeps the stages busy.
 
 use std::ops::Range;
 
@@ -14,19 +13,19 @@ use moh_model::Slots;
 /// A pass of one micro-batch through one chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkPass {
-    /// Whether it is a forward pass.
+    /// Whether this is a forward pass.
     pub forward: bool,
     /// The chunk of the stage's layers.
     pub chunk: usize,
     /// The micro-batch, from 0.
     pub micro_batch: usize,
-    /// The slot of its saved activations from the forward to the backward pass: the first free one.
+    /// The slot of the pass's saved activations from the forward to the backward pass: the first free slot.
     pub slot: usize,
-    /// The slot of the micro-batch's tokens from its first to its last pass: the first free one.
+    /// The slot of the micro-batch's tokens from its first to its last pass: the first free slot.
     pub tokens: usize,
 }
 
-/// Assigns a slot to a pass: a forward pass takes a free one, a backward pass frees its key's.
+/// Assigns a slot to a pass: a forward pass gets the first free slot, a backward pass frees the slot of its key.
 fn assign<K: PartialEq>(taken: &mut Vec<Option<K>>, key: K, forward: bool) -> usize {
     let key = Some(key);
     let wanted = if forward { &None } else { &key };
@@ -53,7 +52,7 @@ fn assign<K: PartialEq>(taken: &mut Vec<Option<K>>, key: K, forward: bool) -> us
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PipelineStage {
-    /// Its number.
+    /// The stage's number.
     pub number: usize,
     /// Stages of the pipeline.
     pub stages: usize,
@@ -80,7 +79,7 @@ impl PipelineStage {
         let (mut activations, mut tokens) = (Vec::new(), Vec::new());
         for pass in passes {
             pass.slot = assign(&mut activations, (pass.chunk, pass.micro_batch), pass.forward);
-            // The passes of a micro-batch begin and end with the first chunk.
+            // A micro-batch's first and last pass are through the first chunk.
             pass.tokens = match pass.chunk {
                 0 => assign(&mut tokens, pass.micro_batch, pass.forward),
                 _ => tokens.iter().position(|&slot| slot == Some(pass.micro_batch)).unwrap_or(0),
@@ -88,7 +87,7 @@ impl PipelineStage {
         }
     }
 
-    /// Warm-up forward passes before the first backward pass.
+    /// Returns the number of warm-up forward passes before the first backward pass.
     fn ahead(&self, micro_batches: usize) -> usize {
         let after = self.stages - 1 - self.number;
         match self.chunks {
@@ -103,12 +102,12 @@ impl PipelineStage {
         micro_batches.div_ceil(self.rounds(micro_batches))
     }
 
-    /// Room for the passes of a step; for one at least.
+    /// Returns the slots for the passes of a step, at least one of each.
     pub fn slots(&self, micro_batches: usize) -> Slots {
         let passes = self.in_flight(micro_batches);
         let tokens = match self.chunks {
             1 => passes,
-            // Those of a round, and of the next round's first group.
+            // The micro-batches of a round, and of the next round's first group.
             _ => self.largest_group(micro_batches).saturating_mul(2).min(micro_batches),
         };
         Slots { micro_batches: tokens.max(1), passes: passes.max(1) }
@@ -122,30 +121,30 @@ impl PipelineStage {
 
     /// Returns the maximum number of messages to other stages in flight.
     ///
-    /// The output of a pass is received before its backward pass, so each output in flight belongs to a pass in
-    /// flight on this stage, and each gradient in flight to a pass in flight on the stage before.
+    /// The output of a pass is received before its backward pass. So each output in flight belongs to a pass in flight
+    /// on this stage. Each gradient in flight belongs to a pass in flight on the stage before.
     pub fn messages(&self, micro_batches: usize) -> usize {
         let before = (self.number + self.stages - 1) % self.stages;
         let there = PipelineStage { number: before, ..*self }.in_flight(micro_batches);
         match (self.stages, self.chunks) {
             (1, _) => 0,
-            // A micro-batch whose output is in flight is in flight on the stage before as well, which has not
-            // been sent its gradient.
+            // A micro-batch with its output in flight is also in flight on the stage before, which has not been sent
+            // its gradient.
             (_, 1) if self.number > 0 => there,
             (_, 1) => self.in_flight(micro_batches),
             _ => self.in_flight(micro_batches).saturating_add(there),
         }
     }
 
-    /// Returns the maximum number of a teacher's outputs in flight beside these: each belongs to a pass in flight on
-    /// this stage, whose own output is received after it.
+    /// Returns the maximum number of a teacher's outputs in flight in addition to `messages`. Each output
+    /// belongs to a pass in flight on this stage. The pass's own output is received after the teacher's.
     pub fn teacher_messages(&self, micro_batches: usize) -> usize {
         let sends = self.stages > 1 && (self.chunks > 1 || self.number + 1 < self.stages);
         if sends { self.in_flight(micro_batches) } else { 0 }
     }
 
-    /// Rounds of all chunks, each of at least as many micro-batches as there are stages: with
-    /// fewer, stages would wait for each other.
+    /// Returns the number of rounds of all chunks. Each round has at least as many micro-batches as there are stages:
+    /// with fewer, stages would wait for each other.
     fn rounds(&self, micro_batches: usize) -> usize {
         (micro_batches / self.stages).max(1)
     }
@@ -184,12 +183,12 @@ mod tests {
         passes.iter().map(|pass| pass.slot + 1).max().unwrap_or(0)
     }
 
-    /// Slots that the tokens of a step's micro-batches take.
+    /// Returns the number of slots for the tokens of a step's micro-batches.
     fn token_slots(passes: &[ChunkPass]) -> usize {
         passes.iter().map(|pass| pass.tokens + 1).max().unwrap_or(0)
     }
 
-    /// Passes as letters and micro-batches, with a prime per chunk.
+    /// Returns passes as letters and micro-batches, with a prime per chunk.
     fn text(passes: &[ChunkPass]) -> String {
         let letter = |pass: &ChunkPass| {
             let name = if pass.forward { "F" } else { "B" };
@@ -214,7 +213,7 @@ mod tests {
         let passes = stage(1, 2, 2).passes(4);
         assert_eq!(text(&passes), "F0 F1 F0' B0' F1' B1' F2 B0 F3 B1 F2' B2' F3' B3' B2 B3");
         assert_eq!(slots(&passes), 3);
-        // The warm-up passes of the stage, and one more.
+        // The warm-up passes of the stage, and one more pass.
         let passes = stage(0, 8, 4).passes(64);
         assert_eq!(slots(&passes), 2 * 7 + 3 * 8 + 1);
         // Two groups of eight micro-batches.
@@ -294,7 +293,7 @@ mod tests {
                 assert_eq!(slots(&passes), room.passes);
                 let tokens = token_slots(&passes);
                 assert!(tokens <= room.micro_batches && room.micro_batches <= micro_batches);
-                // Two stages of a pipeline with virtual stages leave the most room.
+                // With virtual stages some slots may stay free, most of them with two stages.
                 assert!(chunks > 1 || tokens == room.micro_batches);
             }
         }
@@ -310,7 +309,7 @@ mod tests {
         assert_eq!(messages(4, 1, 9), [4, 4, 3, 2]);
         assert_eq!(messages(4, 1, 2), [2, 2, 2, 2]);
         assert_eq!(messages(4, 1, 0), [0; 4]);
-        // 5 passes in flight on the first stage and 3 on the other.
+        // 5 passes are in flight on the first stage, and 3 on the other stage.
         assert_eq!(messages(2, 2, 4), [8, 8]);
         let of_teacher = |stages, chunks| {
             let of = |number| stage(number, stages, chunks).teacher_messages(9);
@@ -334,8 +333,8 @@ mod tests {
                     let forward = ChunkPass { forward: true, ..*pass };
                     let start = passes.iter().position(|other| *other == forward).unwrap();
                     assert!(start <= i);
-                    // Until its backward pass no other pass has its slot, and no other micro-batch
-                    // its tokens' slot.
+                    // Until its backward pass, no other pass has its slot, and no other micro-batch has its tokens'
+                    // slot.
                     let others = &passes[start + usize::from(start < i)..i];
                     assert!(pass.forward || others.iter().all(|other| { other.slot != pass.slot }));
                     assert!(others.iter().all(|other| {

@@ -1,4 +1,4 @@
-//! Small exchanges between the ranks of a run: a few values, text, and whether all succeeded.
+//! Small exchanges between the ranks of a run: a few values, text, and whether all ranks succeeded.
 
 use moh_comm::{Group, Reduce};
 use moh_kernels::{Backend, Memory, Scalar};
@@ -34,7 +34,7 @@ pub struct Ranks<B: Backend> {
     values: B::Buffer<f64>,
 }
 
-/// Returns the buffer of the exchanged values: f64, as many as one message holds.
+/// Returns the buffer of the exchanged values: as many f64 as one message can have.
 pub fn values<M: Memory>(memory: &M) -> Result<M::Buffer<f64>> {
     Ok(memory.allocate(MAX_VALUES)?)
 }
@@ -61,7 +61,7 @@ impl<B: Backend> Ranks<B> {
         self.reduce(values, Reduce::Sum)
     }
 
-    /// Replaces the values, equally many on each rank, by their sums over the ranks.
+    /// Replaces the values by their sums over the ranks; each rank has as many values.
     pub fn sum_all(&mut self, values: &mut [f64]) -> Result<()> {
         if self.group.size() > 1 && !values.is_empty() {
             let mut buffer = self.backend.allocate::<f64>(values.len())?;
@@ -88,7 +88,7 @@ impl<B: Backend> Ranks<B> {
         Ok(values)
     }
 
-    /// Which of the flags are set on any rank.
+    /// Returns for each flag whether it is set on any rank.
     pub fn any_of<const N: usize>(&mut self, flags: [bool; N]) -> Result<[bool; N]> {
         Ok(self.largest(flags.map(f64::from))?.map(|flag| flag > 0.0))
     }
@@ -99,9 +99,8 @@ impl<B: Backend> Ranks<B> {
         Ok(any)
     }
 
-    /// Returns this rank's result if all ranks succeed. Otherwise the first failed rank returns its
-    /// error, and the others return [`Error::OtherRank`], so that all end together and one reports
-    /// the cause.
+    /// Returns this rank's result if all ranks succeed. Otherwise the first failed rank returns its error, and the
+    /// other ranks return [`Error::OtherRank`]. So all ranks end together, and one rank reports the cause.
     pub fn agree<R, E: From<Error>>(&mut self, result: Result<R, E>) -> Result<R, E> {
         let rank = self.group.rank() as f64;
         // The maximum of -rank over the failed ranks is the rank nearest to 0.
@@ -116,7 +115,7 @@ impl<B: Backend> Ranks<B> {
         }
     }
 
-    /// Runs `work` on the first rank alone and returns its result, a number, on all ranks.
+    /// Runs `work` only on the first rank, and returns its result, a number, on all ranks.
     pub fn rank0_computes<E: From<Error>>(
         &mut self,
         work: impl FnOnce() -> Result<f64, E>,
@@ -128,7 +127,7 @@ impl<B: Backend> Ranks<B> {
         Ok(values[0])
     }
 
-    /// As [`Self::rank0_computes`], for a condition.
+    /// Runs `condition` only on the first rank, and returns its result on all ranks.
     pub fn rank0_decides<E: From<Error>>(
         &mut self,
         condition: impl FnOnce() -> Result<bool, E>,
@@ -136,7 +135,7 @@ impl<B: Backend> Ranks<B> {
         Ok(self.rank0_computes(|| condition().map(f64::from))? > 0.0)
     }
 
-    /// Runs `work` on the first rank alone, which gets its result; the others wait for it.
+    /// Runs `work` only on the first rank, which gets its result. The other ranks wait.
     pub fn on_rank0<R, E: From<Error>>(
         &mut self,
         work: impl FnOnce() -> Result<R, E>,
@@ -145,7 +144,7 @@ impl<B: Backend> Ranks<B> {
         self.agree(done)
     }
 
-    /// Every rank's text in rank order, on the first rank; empty on the others.
+    /// Returns every rank's text in rank order on the first rank, and an empty list on the other ranks.
     pub fn gather(&mut self, text: Vec<u8>) -> Result<Vec<Vec<u8>>> {
         let mut texts = Vec::new();
         if self.is_first() {
@@ -153,7 +152,7 @@ impl<B: Backend> Ranks<B> {
             for rank in 1..self.group.size() {
                 let mut length = [0f64];
                 self.receive(rank, &mut length)?;
-                // The length of this rank's own text, which f64 represents exactly.
+                // The length of that rank's text, which f64 represents exactly.
                 let mut text = vec![0; length[0] as usize];
                 self.receive(rank, &mut text)?;
                 texts.push(text);
@@ -165,7 +164,7 @@ impl<B: Backend> Ranks<B> {
         Ok(texts)
     }
 
-    /// Returns the text of the first rank that has one, on all ranks.
+    /// Returns the text of the first rank that has a text, on all ranks.
     pub fn first_that_has(&mut self, text: Option<Vec<u8>>) -> Result<Option<Vec<u8>>> {
         let rank = self.group.rank() as f64;
         let [first] = self.largest([if text.is_some() { -rank } else { f64::NEG_INFINITY }])?;
@@ -175,7 +174,7 @@ impl<B: Backend> Ranks<B> {
         let (root, mut text) = (-first as usize, text.unwrap_or_default());
         let mut length = [text.len() as f64];
         self.broadcast(&mut length, root)?;
-        // The length of the root's own text, which f64 represents exactly.
+        // The length of the root's text, which f64 represents exactly.
         text.resize(length[0] as usize, 0);
         self.broadcast(&mut text, root)?;
         Ok(Some(text))

@@ -1,4 +1,4 @@
-//! The samples of a step: where its tokens come from, and a micro-batch of them on the host.
+//! The samples of a step: the source of its tokens, and a micro-batch of them on the host.
 
 use std::ops::Range;
 
@@ -8,8 +8,8 @@ use crate::{Result, StepConfig};
 
 /// Reads the samples of a step. Closures implement it.
 pub trait ReadSample {
-    /// Writes sample `number`: to `window` a sequence and the token after it and, with a document mask,
-    /// to `document_start` the position in the window at which each token's document starts.
+    /// Writes sample `number`: to `window` a sequence and the token after it. With a document mask, writes to
+    /// `document_start` the position in the window at which each token's document starts.
     fn read_sample(
         &self,
         number: u64,
@@ -17,20 +17,22 @@ pub trait ReadSample {
         document_start: Option<&mut [u32]>,
     ) -> Result<()>;
 
-    /// Writes for each token of sample `number`, those of its window, whether it is trained on: 1, or else 0, and
-    /// returns whether any may be 0. A token that is not is no target. By default all are.
+    /// Writes for each token in the window of sample `number` whether it is trained on: 1, otherwise 0. Returns whether
+    /// any entry may be 0. A token with 0 is not a target. By default returns false and writes nothing: all tokens are
+    /// trained on.
     fn read_mask(&self, number: u64, mask: &mut [u8]) -> Result<bool> {
         let _ = (number, mask);
         Ok(false)
     }
 
-    /// Returns the targets of a step's samples that are trained on, of all ranks; `None`, the default, if all are.
+    /// Returns the number of targets in the samples of a step, of all ranks, that are trained on. Returns `None`, the
+    /// default, if all are.
     fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>> {
         let _ = samples;
         Ok(None)
     }
 
-    /// Hears which samples this rank reads next, so that they can be brought into memory meanwhile.
+    /// Prepares for the samples that this rank reads next, so that they can be loaded meanwhile.
     fn read_ahead(&self, samples: Range<u64>) {
         let _ = samples;
     }
@@ -54,13 +56,13 @@ pub(crate) struct HostBatch {
     window: Vec<u32>,
     pub ids: Vec<u32>,
     pub targets: Vec<u32>,
-    /// Of the tokens of a window.
+    /// For the tokens of a window.
     mask: Vec<u8>,
     pub document_start: Vec<u32>,
 }
 
 impl HostBatch {
-    /// Of the sizes of a stage's steps.
+    /// Allocates a micro-batch of the sizes in `config`.
     pub fn new(config: &StepConfig) -> Self {
         let length = config.sequence_length;
         let tokens = config.micro_batch * length;
@@ -73,7 +75,7 @@ impl HostBatch {
         }
     }
 
-    /// Reads the samples from `first` on, one for each sequence.
+    /// Reads the samples from `first` on, one sample for each sequence.
     pub fn read(&mut self, length: usize, read: &impl ReadSample, first: u64) -> Result<()> {
         let sequences =
             self.ids.chunks_exact_mut(length).zip(self.targets.chunks_exact_mut(length));

@@ -1,4 +1,4 @@
-//! The buffers of a rank's steps, from their sizes alone.
+//! The buffers of a rank's steps, computed from their sizes alone.
 
 use half::bf16;
 use moh_kernels::{Element, ElementType, Memory, Purpose, Scalar, Workspace};
@@ -7,7 +7,7 @@ use moh_model::{Activations, FlatBuffers, ModelLayout, PassSizes, Slots, StepSum
 use crate::Result;
 use crate::block_norms::SquaredBlockNorms;
 
-/// What the sizes follow from.
+/// The parameters that determine the sizes.
 #[derive(Debug, Clone, Copy)]
 pub struct StepSizes<'a> {
     /// The tensors of the rank's part.
@@ -18,7 +18,7 @@ pub struct StepSizes<'a> {
     pub slots: Slots,
     /// Ranks that share the micro-batches.
     pub data_ranks: usize,
-    /// Type in which they exchange gradients that are f32.
+    /// Type in which the data ranks exchange f32 gradients.
     pub reduce: ElementType,
 }
 

@@ -1,4 +1,4 @@
-//! The settings of a stage's steps, and those of one of them.
+//! The settings of a stage's steps, and of a single step.
 
 use moh_comm::Group;
 use moh_kernels::ElementType;
@@ -22,9 +22,10 @@ pub struct StepConfig {
     pub document_mask: bool,
     /// The activations that the backward pass recomputes.
     pub recompute: Recompute,
-    /// Weight of each auxiliary loss but distillation; unused by a dense model.
+    /// Weight of each auxiliary loss except distillation; unused by a dense model.
     pub auxiliary_weights: AuxiliaryLosses<f64>,
-    /// What is learned of a teacher, which the model then has ([`moh_model::Model::set_teacher`]).
+    /// The settings of distillation. If they are set, the model must have a teacher
+    /// ([`moh_model::Model::set_teacher`]).
     pub distillation: Option<Distillation>,
     /// Hyperparameters of AdamW.
     pub optimizer: Hyperparameters,
@@ -37,8 +38,7 @@ pub struct StepConfig {
 pub struct StepGroups {
     /// All ranks.
     pub all: Group,
-    /// The data-parallel ranks: those with the same part of the model, which share a step's
-    /// micro-batches.
+    /// The data-parallel ranks: the ranks with the same part of the model, which share a step's micro-batches.
     pub data: Group,
 }
 
@@ -54,7 +54,7 @@ impl StepConfig {
         }
     }
 
-    /// What the model's passes are in distillation.
+    /// Returns the role of the model's passes in distillation.
     pub fn role(&self) -> PassRole {
         match self.distillation {
             Some(_) => PassRole::Student,
@@ -62,20 +62,20 @@ impl StepConfig {
         }
     }
 
-    /// Returns the sequences of one step.
+    /// Returns the number of sequences of one step.
     pub fn batch_sequences(&self) -> u64 {
         self.micro_batches * self.micro_batch as u64
     }
 }
 
-/// How a step updates the weights.
+/// The settings of a step's update of the weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Update {
-    /// The number of the update since the moments were zero, from 1, for AdamW's bias correction: steps
-    /// that were not applied do not count.
+    /// The number of the update since the moments were zero, from 1, for AdamW's bias correction. Steps that were not
+    /// applied do not count.
     pub number: u64,
     /// The learning rate.
     pub learning_rate: f64,
-    /// The step is not applied if it exceeds them.
+    /// A step that exceeds these limits is not applied.
     pub limits: Limits,
 }

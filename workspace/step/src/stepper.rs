@@ -1,7 +1,7 @@
 //! One optimisation step: micro-batches, accumulated gradients, clipping and the update.
 //!
-//! A [`Stepper`] depends on neither recipes nor token files: a [`StepConfig`] gives the sizes, and
-//! the caller, the trainer or a benchmark, gives the tokens.
+//! A [`Stepper`] depends neither on recipes nor on token files: a [`StepConfig`] has the sizes, and the caller, the
+//! trainer or a benchmark, passes the tokens.
 
 use std::ops::Range;
 
@@ -35,7 +35,7 @@ pub struct Stepper<B: Backend, T: Element, G: Element> {
     data_parallel: DataParallel<B, T, G>,
     sums: StepSums<B>,
     config: StepConfig,
-    /// The first sample of the step whose samples were read ahead.
+    /// The first sample of the step with samples that were read ahead.
     ahead: Option<u64>,
     host: HostBatch,
     all_ranks: Group,
@@ -45,9 +45,9 @@ pub struct Stepper<B: Backend, T: Element, G: Element> {
     block_norms: Option<BlockNorms>,
 }
 
-/// Sees the activations of a step's passes.
+/// Observes the activations of a step's passes.
 pub trait Observer<B: Backend, T: Element> {
-    /// Called after the forward pass of a micro-batch through a chunk, with its activations at `slot`.
+    /// Receives the activations of a micro-batch at `slot`, after its forward pass through a chunk.
     fn forward_done(
         &mut self,
         model: &Model<B, T>,
@@ -66,21 +66,21 @@ impl<B: Backend, T: Element> Observer<B, T> for Unobserved {}
 /// The measurements of a step, and whether it was applied.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepResult {
-    /// Mean cross-entropy of the step's targets, before the update; 0 if none is trained on.
+    /// Mean cross-entropy of the step's targets, before the update; 0 if no target is trained on.
     pub loss: f64,
-    /// The targets that are trained on, where masks leave some out; `None` if all are.
+    /// The number of targets that are trained on, where masks leave some out; `None` if all targets are.
     pub targets: Option<u64>,
-    /// Means of the auxiliary losses, unweighted: over the step's micro-batches, and of distillation over its
-    /// targets; `None` where the step has no such loss.
+    /// Unweighted means of the auxiliary losses over the step's micro-batches, of distillation over its targets. `None`
+    /// where the step has no such loss.
     pub auxiliary: AuxiliaryLosses<Option<f64>>,
     /// Global norm of the gradients before clipping.
     pub grad_norm: f64,
-    /// Why the step was not applied; `None` if it was.
+    /// The reason why the step was not applied; `None` if it was applied.
     pub skipped: Option<SkipReason>,
 }
 
 impl StepResult {
-    /// Why the step is not applied within `limits`; `None` if it is.
+    /// Returns the reason to skip the step within `limits`; `None` if it is applied.
     pub fn check(&self, limits: &Limits) -> Option<SkipReason> {
         match self.targets {
             Some(0) => Some(SkipReason::NoTargets),
@@ -94,9 +94,9 @@ impl StepResult {
 pub struct TensorGradient {
     /// The tensor.
     pub name: String,
-    /// The block that it belongs to; `None` outside blocks.
+    /// The tensor's block; `None` outside blocks.
     pub block: Option<usize>,
-    /// Norm of its gradient before clipping.
+    /// Norm of the tensor's gradient before clipping.
     pub norm: f64,
 }
 
@@ -104,7 +104,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     /// Allocates the buffers of `config`'s steps on `model`, shared by the ranks of `groups`.
     ///
     /// # Errors
-    /// Fails if the device is out of memory, or if the configuration has a teacher and the model has none.
+    /// Fails if the device is out of memory, or if the configuration has a teacher and the model has no teacher.
     pub fn new(model: &Model<B, T>, config: StepConfig, groups: StepGroups) -> Result<Self> {
         // The step's schedule is in memory, so its length fits a `usize`.
         let micro_batches = usize::try_from(config.micro_batches).unwrap_or(usize::MAX);
@@ -149,26 +149,24 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         &self.config
     }
 
-    /// Sets whether the next steps measure norms by block, for [`Self::take_block_norms`]; the same
-    /// on all ranks.
+    /// Sets whether the next steps measure norms by block, for [`Self::take_block_norms`]. All ranks set the same.
     pub fn measure_block_norms(&mut self, measure: bool) {
         self.measures_norms = measure;
     }
 
-    /// Returns the norms by block of the last step, if it has measured them.
+    /// Returns the norms by block of the last step, if it measured them.
     pub fn take_block_norms(&mut self) -> Option<BlockNorms> {
         self.block_norms.take()
     }
 
-    /// Waits for the updated weights of the last step; required before any use of them other than
-    /// the next step.
+    /// Waits for the updated weights of the last step. Required before any use of the weights except the next step.
     pub fn wait_for_weights(&mut self, model: &mut Model<B, T>) -> Result<()> {
         Ok(self.data_parallel.wait_for_all_weights(model.weights_mut())?)
     }
 
-    /// Computes a step on the samples from `first` on, and applies it within the limits of `update`; the
-    /// weights and the state of the optimiser are unchanged otherwise. With several data ranks, the
-    /// weights are complete only after [`Self::wait_for_weights`].
+    /// Computes a step on the samples from `first` on, and applies it within the limits of `update`. A step beyond the
+    /// limits does not change the weights and the optimiser's state. With several data ranks, the weights are complete
+    /// only after [`Self::wait_for_weights`].
     pub fn step<M: Element>(
         &mut self,
         model: &mut Model<B, T>,
@@ -202,11 +200,11 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 &self.all_ranks,
             )?);
         }
-        // All ranks have the same sums, and decide the same.
+        // All ranks have the same sums, and so decide alike.
         let skipped = result.check(&update.limits);
         let result = StepResult { skipped, ..result };
         if skipped.is_some() {
-            // The next step overwrites the gradients, and no all-gather of weights has begun.
+            // The next step overwrites the gradients, and no all-gather of weights has started.
             return Ok(result);
         }
         let Hyperparameters { beta1, beta2, eps, weight_decay, clip_norm, groups } =
@@ -223,7 +221,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         Ok(result)
     }
 
-    /// Computes a step and its gradients without an update, and shows its passes to `observer`.
+    /// Computes a step and its gradients without an update. Passes the activations of its passes to `observer`.
     pub fn measure<M: Element>(
         &mut self,
         model: &mut Model<B, T>,
@@ -236,8 +234,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         backend.install(|| self.compute(&backend, model, optimizer, read, first, observer))
     }
 
-    /// Returns the norm of each tensor's gradient of the last step, before clipping, in the order of the
-    /// model; of the local shards.
+    /// Returns the norm of each local tensor's gradient of the last step, before clipping, in the order of the model.
     pub fn gradient_norms(&self, model: &Model<B, T>) -> Result<Vec<TensorGradient>> {
         let (backend, layout) = (model.backend(), model.layout());
         let layers = model.config().num_hidden_layers;
@@ -265,10 +262,10 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         first: u64,
         observer: &mut dyn Observer<B, T>,
     ) -> Result<StepResult> {
-        // Each rank counts those of the whole step: the ranks need not wait for each other's counts.
+        // Each rank counts the targets of the whole step, so that ranks need not wait for each other's counts.
         let step = first..first.saturating_add(self.config.batch_sequences());
         let trained = read.trained_targets(step)?;
-        // Without any, the sum of their losses and its gradients are 0, whatever divides them.
+        // Without targets the sum of their losses and its gradients are 0, whatever the divisor.
         let targets = trained.map_or(self.tokens(), |count| count.max(1) as f64);
         self.passes(backend, model, read, first, targets, observer)?;
         let _norm = span::enter("gradient norm");
@@ -293,8 +290,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         })
     }
 
-    /// Computes this rank's micro-batches; its shard of the gradients then holds the sums over all
-    /// ranks.
+    /// Computes this rank's micro-batches. Then its shard of the gradients has the sums over all ranks.
     fn passes(
         &mut self,
         backend: &B,
@@ -358,20 +354,20 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             }
         }
         if self.own.is_empty() {
-            // The other ranks wait for this rank's zeros, and this rank for their weights.
+            // The other ranks wait for this rank's zeros, and this rank waits for their weights.
             self.data_parallel.wait_for_all_weights(model.weights_mut())?;
             self.data_parallel.start_zero_gradients(&mut self.gradients, model.layout())?;
         }
         Ok(self.data_parallel.finish_gradients(&mut self.gradients)?)
     }
 
-    /// Returns the tokens of a step, of all ranks.
+    /// Returns the number of tokens of a step, of all ranks.
     fn tokens(&self) -> f64 {
         self.config.micro_batches as f64 * self.host.ids.len() as f64
     }
 
-    /// Has the samples of the step after the one from `first` on read while this step is computed, and those
-    /// of this step if it is no step's next one.
+    /// Starts to read ahead the samples of the step after the step from `first`, while this step is computed. Also
+    /// reads ahead this step's samples, if that has not been done.
     fn read_ahead(&mut self, read: &impl ReadSample, first: u64) {
         let next = first.saturating_add(self.config.batch_sequences());
         if self.ahead == Some(next) {
@@ -385,7 +381,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         self.ahead = Some(next);
     }
 
-    /// Reads micro-batch `number` of the step that starts at sample `first`, and copies it to the device.
+    /// Reads micro-batch `number` of the step from sample `first` on, and copies it to the device.
     fn upload(
         &mut self,
         backend: &B,

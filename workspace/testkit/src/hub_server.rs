@@ -13,7 +13,7 @@ use serde_json::json;
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 pub const ID: &str = "org/tiny";
 
-/// How a server behaves.
+/// The behaviour of a server.
 #[derive(Default)]
 pub struct Behaviour {
     pub files: HashMap<String, Vec<u8>>,
@@ -23,9 +23,9 @@ pub struct Behaviour {
     pub commit: Option<String>,
     /// Status and error code of every response.
     pub refuse: Option<(u16, &'static str)>,
-    /// The same for files alone.
+    /// The same, only for files.
     pub refuse_files: Option<(u16, &'static str)>,
-    /// The login that files need.
+    /// The login that files require.
     pub token: Option<&'static str>,
     /// Bytes of large files sent before connections start to break.
     pub breaks_after: Option<usize>,
@@ -34,9 +34,9 @@ pub struct Behaviour {
     /// Whether large files never arrive.
     pub stalls: bool,
     pub ignores_ranges: bool,
-    /// Names in a page of a listing; all of them by default.
+    /// Names in a page of a listing. By default all names.
     pub page: Option<usize>,
-    /// Method and path of each request, and `START-` if it is one for the bytes from there on.
+    /// Method and path of each request, and `START-` if it requests the bytes from there on.
     pub log: Vec<String>,
 }
 
@@ -64,7 +64,7 @@ impl Server {
         std::mem::take(&mut self.behaviour.lock().unwrap().log)
     }
 
-    /// Changes what it does from now on.
+    /// Changes the server's behaviour for later requests.
     pub fn set(&self, change: impl FnOnce(&mut Behaviour)) {
         change(&mut self.behaviour.lock().unwrap());
     }
@@ -123,7 +123,7 @@ fn answer(mut stream: TcpStream, behaviour: &Mutex<Behaviour>, endpoint: &str) -
     stream.flush().ok()
 }
 
-/// Returns the hub's address of a file's content.
+/// Returns the hub's content address of a file.
 pub fn address_of(bytes: &[u8]) -> String {
     let mut hasher = DefaultHasher::new();
     bytes.hash(&mut hasher);
@@ -201,7 +201,7 @@ impl Behaviour {
                 "type": "file", "oid": address_of(bytes), "size": bytes.len(), "path": name,
             });
             if is_large(name) {
-                // The first one is the pointer's.
+                // This is the hash of the pointer.
                 entry["oid"] = "0".into();
                 entry["lfs"] = json!({ "oid": address_of(bytes) });
             }

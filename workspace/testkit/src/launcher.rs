@@ -1,7 +1,7 @@
 //! Waiting, also for the end of mpirun.
 //!
-//! After the death of a rank, mpirun of Open MPI 4.1 may wait for a lock of PMIx 4.2 (in
-//! `PMIx_server_finalize`) for ever, when all ranks have ended.
+//! After the death of a rank, mpirun of Open MPI 4.1 may wait forever for a lock of PMIx 4.2 (in
+//! `PMIx_server_finalize`), although all ranks have ended.
 
 use std::fs;
 use std::process::Command;
@@ -23,7 +23,7 @@ pub fn wait_until(limit: Duration, what: &str, mut so: impl FnMut() -> bool) {
 /// A running mpirun.
 pub struct Launcher {
     process: u32,
-    /// When it last had a process.
+    /// The last time at which it had a process.
     last: Instant,
 }
 
@@ -32,13 +32,13 @@ impl Launcher {
         Launcher { process, last: Instant::now() }
     }
 
-    /// Kills mpirun if it has had no process for too long; to be called again and again.
+    /// Kills mpirun if it has had no process for too long. Must be called repeatedly.
     pub fn check(&mut self) {
         if has_processes(self.process) {
             self.last = Instant::now();
         } else if self.last.elapsed() > LIMIT {
             println!("mpirun has no process and does not end: it is killed");
-            // It may have ended now.
+            // mpirun may have ended by now.
             let _ = Command::new("kill").args(["-KILL", &self.process.to_string()]).status();
         }
     }

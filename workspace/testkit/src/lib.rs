@@ -1,5 +1,5 @@
-//! What tests of several crates share: tiny models and their references, token files and tokenizers, ranks that threads
-//! play, programs without the user's settings, a hub on the loopback interface, and readers against mutated input.
+//! Code that tests of several crates share: tiny models and their references, token files and tokenizers, ranks as
+//! threads, programs without the user's settings, a hub on the loopback interface, and readers of mutated input.
 
 // A test fails by panicking.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::missing_panics_doc, missing_docs)]
@@ -22,7 +22,7 @@ pub mod whole_page;
 
 pub use models::tiny_model;
 
-/// Checks that a result is an error whose message has this part.
+/// Checks that a result is an error with this part in its message.
 #[track_caller]
 pub fn assert_refused<T, E: std::fmt::Display>(result: Result<T, E>, part: &str) {
     let error = result.err().expect("an error").to_string();

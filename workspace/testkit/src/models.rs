@@ -1,4 +1,4 @@
-//! A tiny Llama, whose attention any test may change, and micro-batches for it.
+//! A tiny Llama with an attention that any test may change, and micro-batches for it.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -14,7 +14,7 @@ use moh_model::{
 
 pub const VOCABULARY: u32 = 61;
 
-/// Two layers of eight heads, two of them key/value heads.
+/// Returns a configuration of two layers with eight heads and two key/value heads.
 pub fn config(head_dim: usize, tied: bool, moh: Option<MohConfig>) -> ModelConfig {
     ModelConfig {
         architecture: Architecture::Llama,
@@ -36,14 +36,14 @@ pub fn config(head_dim: usize, tied: bool, moh: Option<MohConfig>) -> ModelConfi
     }
 }
 
-/// Three shared heads of eight, and two of the others for each token.
+/// Three shared heads of eight, and two of the other heads for each token.
 pub const MOH: MohConfig = MohConfig {
     router: RouterKind::QueryNorm,
     shared_heads: SharedHeadSets::First(HeadCounts::All(3)),
     routed_top_k: HeadCounts::All(2),
 };
 
-/// Shared and selected heads of each layer, or the same of all.
+/// Returns the shared and selected heads of each layer, or of all layers.
 pub fn moh(router: RouterKind, shared: &[usize], top_k: &[usize]) -> MohConfig {
     let counts = |counts: &[usize]| match counts {
         [count] => HeadCounts::All(*count),
@@ -54,7 +54,7 @@ pub fn moh(router: RouterKind, shared: &[usize], top_k: &[usize]) -> MohConfig {
 
 pub const RECOMPUTE: [Recompute; 3] = [Recompute::None, Recompute::Norms, Recompute::Block];
 
-/// Random matrices, and norms around 1.
+/// Draws random matrices, and norms around 1.
 pub fn draw(seed: u64, deviation: f64, segment: &Segment, values: &mut [f32]) {
     initial::initialize(seed, deviation, &segment.name, &[values.len(), 1], values);
     if segment.shape().len() == 1 {
@@ -62,7 +62,7 @@ pub fn draw(seed: u64, deviation: f64, segment: &Segment, values: &mut [f32]) {
     }
 }
 
-/// Returns the weights of most tests.
+/// Fills a tensor with the weights that most tests use.
 pub fn fill(segment: &Segment, values: &mut [f32]) -> Result<(), Error> {
     draw(3, 0.2, segment, values);
     Ok(())
@@ -71,7 +71,7 @@ pub fn fill(segment: &Segment, values: &mut [f32]) -> Result<(), Error> {
 /// Tensors by name.
 pub type Weights = HashMap<String, Vec<f32>>;
 
-/// Weights large enough for attention and MLP to matter; norms differ from 1.
+/// Returns weights large enough for attention and MLP to matter. Norms differ from 1.
 pub fn weights(config: &ModelConfig) -> Weights {
     let layout = ModelLayout::new(config);
     let tensors = layout.segments().map(|(_, segment)| {
@@ -96,7 +96,7 @@ pub fn model<B: Backend, T: Element>(backend: B, config: ModelConfig) -> Model<B
     Model::new::<Error>(backend, config, 64, fill).unwrap()
 }
 
-/// A micro-batch, another one for each `number`, in documents of 23 tokens and the rest of each sequence.
+/// Uploads the micro-batch `number`, in documents of 23 tokens and the rest of each sequence.
 pub fn upload<B: Backend, T: Element>(
     backend: &B,
     activations: &mut Activations<B, T>,
@@ -117,7 +117,7 @@ pub const SHAPE: PassShape = PassShape {
     training: true,
     document_mask: true,
 };
-/// Returns a training pass over the first micro-batch: the gradients and sums.
+/// Runs a training pass over the first micro-batch. Returns the gradients and sums.
 pub fn pass<B: Backend + Clone, T: Element>(
     model: &mut Model<B, T>,
     shape: PassShape,
@@ -132,7 +132,7 @@ pub fn pass<B: Backend + Clone, T: Element>(
     (activations, gradients, sums)
 }
 
-/// The factors of a step of one such micro-batch.
+/// The factors of a step with a single such micro-batch.
 pub const SCALE: LossConfig = LossConfig {
     cross_entropy: 1.0 / 80.0,
     auxiliary: AuxiliaryLosses::all(0.1),
@@ -149,8 +149,8 @@ pub const ADAMW: AdamW = AdamW {
     step: 1,
 };
 
-/// Updates all weights by AdamW, with the norm of `gradients`; `moments` are the first and the
-/// second.
+/// Updates all weights by AdamW, with the norm of `gradients`. `moments` are the first and the
+/// second moments.
 pub fn update<B: Backend + Clone, T: Element, G: Element>(
     model: &mut Model<B, T>,
     step: &AdamW,

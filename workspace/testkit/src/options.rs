@@ -1,15 +1,15 @@
-//! Every option of a program, as its help lists them, with a negative number.
+//! Calls a program with a negative number for every option in its help.
 
 use std::path::Path;
 use std::process::Command;
 
-/// Text after a word of a command's help, one line for each option or subcommand.
+/// Returns the help of a command, with a line for each option or subcommand.
 fn help(program: &str, words: &[&str]) -> String {
     let output = Command::new(program).args(words).arg("-h").output().unwrap();
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Returns the names of a command's subcommands, but for `help`.
+/// Returns the names of a command's subcommands, except `help`.
 fn subcommands(help: &str) -> Vec<String> {
     let commands = help.split("Commands:\n").nth(1).unwrap_or_default();
     let lines = commands.lines().take_while(|line| line.starts_with("  "));
@@ -18,7 +18,7 @@ fn subcommands(help: &str) -> Vec<String> {
     names.map(first).filter(|name| name != "help").collect()
 }
 
-/// Returns the options of a command that take a value.
+/// Returns the options of a command that have a value.
 fn options(help: &str) -> Vec<String> {
     let of = |line: &str| {
         let (name, rest) = line.trim_start().split_once(' ')?;
@@ -27,8 +27,8 @@ fn options(help: &str) -> Vec<String> {
     help.lines().filter_map(of).collect()
 }
 
-/// Fails if a program or one of its subcommands takes a negative number for an option's name; returns the number of
-/// options.
+/// Fails if a program or one of its subcommands parses a negative number as the name of an option. Returns the
+/// number of options.
 pub fn take_negative_numbers(program: &str, words: &[&str], dir: &Path) -> usize {
     let help = help(program, words);
     let options = options(&help);

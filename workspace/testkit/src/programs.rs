@@ -1,4 +1,4 @@
-//! Shared by the tests of the programs: tiny models, token files, and commands without the user's
+//! Code that the tests of the programs share: tiny models, token files, and commands without the user's
 //! settings.
 
 use std::fs;
@@ -47,7 +47,7 @@ pub fn read_json(path: &Path) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-/// Rewrites the weight file of `source` with other tensors; values are f32.
+/// Rewrites the weight file of `source` with other tensors, which have f32 values.
 pub fn edit_weights(dir: &Path, edit: impl FnOnce(&mut Vec<(String, Vec<usize>, Vec<u8>)>)) {
     let path = dir.join("source").join(WEIGHTS_FILE);
     let bytes = fs::read(&path).unwrap();
@@ -64,14 +64,14 @@ pub fn edit_weights(dir: &Path, edit: impl FnOnce(&mut Vec<(String, Vec<usize>, 
     fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-/// Returns a program in a directory, without the user's hub settings and without any hub.
+/// Returns a program in a directory, without the user's hub settings and without a hub.
 pub fn program(path: &str, dir: &Path) -> Command {
     let mut command = Command::new(path);
     isolate(&mut command, dir);
     command
 }
 
-/// Isolates a command; see [`program`].
+/// Isolates a command. See [`program`].
 pub fn isolate(command: &mut Command, dir: &Path) {
     command.current_dir(dir);
     for (name, _) in std::env::vars_os() {
@@ -91,7 +91,7 @@ pub fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// Copies a directory in which nothing changes meanwhile.
+/// Copies a directory that does not change during the copy.
 pub fn copy_all(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {
@@ -104,7 +104,7 @@ pub fn copy_all(from: &Path, to: &Path) {
     }
 }
 
-/// Changes a bit of the byte at a position, which may depend on the file's length.
+/// Flips a bit of the byte at a position, which may depend on the file's length.
 pub fn flip(path: &Path, position: impl Fn(usize) -> usize) {
     let mut bytes = fs::read(path).unwrap();
     let position = position(bytes.len());
@@ -112,13 +112,13 @@ pub fn flip(path: &Path, position: impl Fn(usize) -> usize) {
     fs::write(path, bytes).unwrap();
 }
 
-/// Returns the root of the repository, in which the examples of the help run.
+/// Returns the root of the repository, where the examples of the help run.
 pub fn repository() -> PathBuf {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).canonicalize().unwrap()
 }
 
-/// The start of a recipe that trains the model of [`write_source`] on the tokens of [`trainable`];
-/// the rest of `[data]` and the stages follow.
+/// The start of a recipe that trains the model of [`write_source`] on the tokens of [`trainable`].
+/// The rest of `[data]` and the stages follow.
 pub const RECIPE_HEAD: &str = r#"
 [run]
 dir = "run"
@@ -134,7 +134,7 @@ sequence_length = 16
 sources = [{ path = "text" }]
 "#;
 
-/// Returns a dense and a Mixture-of-Head stage of a recipe, with so many tokens each and in a step.
+/// Returns a dense and a Mixture-of-Head stage of a recipe, with these numbers of tokens, and `batch_tokens` per step.
 pub fn two_stages([adapt, moh]: [u64; 2], batch_tokens: u64) -> String {
     format!(
         r#"
@@ -158,7 +158,7 @@ learning_rate = {{ max = 5e-3, min = 1e-3, warmup_steps = 1 }}
     )
 }
 
-/// Returns a directory with that model, the token files `text` and `held-out`, and a recipe of the head and `rest`.
+/// Returns a directory with this model, the token files `text` and `held-out`, and a recipe of the head and `rest`.
 pub fn trainable(rest: &str) -> tempfile::TempDir {
     let dir = workplace();
     write_tokens(&dir.path().join("text"), VOCABULARY, 2000, 1);
@@ -167,7 +167,7 @@ pub fn trainable(rest: &str) -> tempfile::TempDir {
     dir
 }
 
-/// Returns a directory with a model in `source` whose logits are all 0.
+/// Returns a directory with a model in `source` that has only zeros as logits.
 pub fn uniform() -> tempfile::TempDir {
     let dir = workplace();
     edit_weights(dir.path(), |tensors| {
@@ -180,7 +180,7 @@ pub fn uniform() -> tempfile::TempDir {
     dir
 }
 
-/// A token file of one document: ids below `vocabulary`, derived from a seed.
+/// Writes a token file with a single document. Ids are below `vocabulary` and derived from a seed.
 pub fn write_tokens(prefix: &Path, vocabulary: usize, count: usize, seed: u64) {
     let mut state = seed;
     let ids: Vec<u32> = (0..count)
@@ -194,7 +194,7 @@ pub fn write_tokens(prefix: &Path, vocabulary: usize, count: usize, seed: u64) {
     writer.finish(TokenFileInfo::default()).unwrap();
 }
 
-/// Writes the model in `source` as a model whose tokens select heads.
+/// Writes the model in `source` as a model with heads that tokens select.
 pub fn write_moh(
     source: &Path,
     out: &Path,
@@ -212,8 +212,8 @@ pub fn write_moh(
     fs::write(out.join("config.json"), Value::Object(fields).to_string()).unwrap();
 }
 
-/// Returns the standard error of a command that fails with `code`, prints nothing else and leaves the names
-/// in `dir` unchanged: one line, without `error: `.
+/// Returns the standard error of a command, without `error: `: a single line. Checks that the command fails with
+/// `code`, prints nothing else and leaves the names in `dir` unchanged.
 #[track_caller]
 pub fn failure(dir: &Path, command: &mut Command, code: i32) -> String {
     let before = names(dir);
@@ -229,7 +229,7 @@ pub fn success(command: &mut Command) -> String {
     exits(command, 0).0
 }
 
-/// Returns the standard output and the standard error of a command that ends with this code.
+/// Returns the standard output and the standard error of a command, which must end with this code.
 #[track_caller]
 pub fn exits(command: &mut Command, code: i32) -> (String, String) {
     let output = command.output().unwrap();
@@ -254,13 +254,13 @@ pub fn stderr(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).unwrap()
 }
 
-/// Returns the fixtures beside the repository, or those that `tools/fixtures` has made where `MOH_FIXTURES` says.
+/// Returns the fixtures next to the repository. `MOH_FIXTURES` names the fixtures of `tools/fixtures` instead.
 pub fn fixtures() -> PathBuf {
     let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
     std::env::var_os("MOH_FIXTURES").map_or_else(|| beside.into(), PathBuf::from)
 }
 
-/// Returns a figure of [`fixtures`]: that of those that are made, or of stories260K.
+/// Returns a figure of the created [`fixtures`], or, without such figures, the figure of stories260K.
 pub fn figure(name: &str, of_stories: f64) -> f64 {
     let made = fixtures().join("figures.json");
     if made.exists() { read_json(&made)[name].as_f64().unwrap() } else { of_stories }
@@ -269,14 +269,14 @@ pub fn figure(name: &str, of_stories: f64) -> f64 {
 /// Words of the tokenizer of [`write_tokenizer`]: `w0` to `w29`, fewer than [`VOCABULARY`].
 pub const WORDS: usize = 30;
 
-/// Writes a tokenizer whose token n is the word `wn`; different `unknown` words make different
+/// Writes a tokenizer with the word `wn` as token n. Different `unknown` words make different
 /// tokenizers.
 pub fn write_tokenizer(dir: &Path, unknown: &str) {
     fs::create_dir_all(dir).unwrap();
     fs::write(dir.join("tokenizer.json"), word_tokenizer(WORDS, unknown)).unwrap();
 }
 
-/// Returns the file of such a tokenizer of so many words.
+/// Returns the file of such a tokenizer with `words` words.
 pub fn word_tokenizer(words: usize, unknown: &str) -> String {
     let words: serde_json::Map<String, Value> =
         (0..words).map(|id| (format!("w{id}"), id.into())).collect();

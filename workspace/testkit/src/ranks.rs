@@ -1,10 +1,10 @@
-//! Threads that play ranks.
+//! Threads that act as ranks.
 
 use moh_comm::World;
 use moh_kernels::Cpu;
 use moh_step::Ranks;
 
-/// Returns the results of `work` on each of `size` ranks, in rank order. Operators of a rank run on one thread.
+/// Returns the results of `work` on each of `size` ranks, in rank order. Operators of a rank run on a single thread.
 pub fn on_ranks<R: Send>(size: usize, work: impl Fn(&World) -> R + Sync) -> Vec<R> {
     let on_rank = |world: World| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
@@ -19,7 +19,7 @@ pub fn on_ranks<R: Send>(size: usize, work: impl Fn(&World) -> R + Sync) -> Vec<
     })
 }
 
-/// Returns the results of `work` on each of `size` ranks, each a thread.
+/// Returns the results of `work` on each of `size` ranks, which are threads.
 pub fn ranks_on_threads<R: Send>(
     size: usize,
     work: impl Fn(&mut Ranks<Cpu>) -> R + Sync,

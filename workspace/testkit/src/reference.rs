@@ -1,5 +1,5 @@
-//! A Mixture-of-Head model in f64 (section 2 of docs/design.md), whose gradients candle's autograd
-//! takes.
+//! A Mixture-of-Head model in f64 (section 2 of docs/design.md). candle's autograd computes its
+//! gradients.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,7 @@ use moh_model::{AuxiliaryLoss, FlatBuffers, Model, ModelConfig, RouterKind, Sums
 
 use crate::models::{SCALE, VOCABULARY};
 
-/// What is left of f32's rounding over a pass of a few blocks.
+/// Bound of f32's rounding error over a pass of a few blocks.
 const TOLERANCE: f64 = 2e-5;
 
 /// A model in f64.
@@ -21,7 +21,7 @@ pub struct Reference {
     pub weights: HashMap<String, Var>,
 }
 
-/// What a router may read.
+/// The inputs that a router may read.
 struct RouterInput<'a> {
     layer: usize,
     /// The block's normed input, `[N, C]`.
@@ -30,17 +30,17 @@ struct RouterInput<'a> {
     queries: &'a Tensor,
 }
 
-/// What a pass of the reference gives.
+/// The results of a pass of the reference.
 pub struct Pass {
     /// The mean over the targets that are not ignored.
     pub cross_entropy: Tensor,
-    /// The mean of the layers that route.
+    /// The mean over the layers that route.
     pub balance: Tensor,
     /// `[N, R]` of each layer.
     pub masks: Vec<Vec<u8>>,
 }
 
-/// What a router gives: a weight for every (token, head), the balance loss and the selection.
+/// The results of a router: a weight for every (token, head), the balance loss and the selection.
 pub struct Routed {
     pub weights: Tensor,
     pub balance: Tensor,
@@ -59,7 +59,7 @@ impl Reference {
         Reference { weights: weights.collect(), config: model.config().clone() }
     }
 
-    /// `x W^T`.
+    /// Returns `x W^T`.
     pub fn linear(&self, x: &Tensor, name: &str) -> Result<Tensor> {
         x.matmul(&self.weights[&format!("{name}.weight")].t()?)
     }
@@ -69,7 +69,7 @@ impl Reference {
         x.broadcast_div(&mean.sqrt()?)?.broadcast_mul(&self.weights[&format!("{name}.weight")])
     }
 
-    /// `[B, T, heads, D]` with the pairs (i, i + D / 2) turned.
+    /// Returns `[B, T, heads, D]` with the pairs (i, i + D / 2) rotated.
     fn rotate(&self, x: &Tensor) -> Result<Tensor> {
         let (_, length, _, width) = x.dims4()?;
         let half = width / 2;
@@ -88,7 +88,7 @@ impl Reference {
         Tensor::cat(&[first, second], 3)
     }
 
-    /// Causal attention of `[B, T, heads, D]`, as `[N, H, D]`.
+    /// Returns the causal attention of `[B, T, heads, D]`, as `[N, H, D]`.
     fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         let (batch, length, heads, width) = q.dims4()?;
         let repeated = |x: &Tensor| {
@@ -111,7 +111,7 @@ impl Reference {
     pub fn forward(&self, ids: &[u32], targets: &[u32], batch: usize) -> Result<Pass> {
         let device = &Device::Cpu;
         let (logits, balance, masks) = self.logits(ids, batch)?;
-        // An ignored target has no row of logits in the mean.
+        // The mean excludes rows with an ignored target.
         let (rows, targets) = counted(targets);
         let logits = logits.index_select(&Tensor::new(rows, device)?, 0)?;
         let targets = Tensor::new(targets, device)?;
@@ -179,7 +179,7 @@ impl Reference {
         Ok((self.linear(&attended, &name("self_attn.o_proj"))?, routed))
     }
 
-    /// Returns the residual stream after a layer, from that after its attention; both `[N, C]`.
+    /// Returns the residual stream after a layer. `x` is the stream after the layer's attention. Both are `[N, C]`.
     pub fn mlp(&self, layer: usize, x: &Tensor) -> Result<Tensor> {
         let name = |part: &str| format!("model.layers.{layer}.{part}");
         let normed = self.norm(x, &name("post_attention_layernorm"))?;
@@ -188,7 +188,7 @@ impl Reference {
         x + self.linear(&(gate * up)?, &name("mlp.down_proj"))?
     }
 
-    /// Compares the losses, and the gradients of the total loss, with those of a model's pass.
+    /// Compares the losses, and the gradients of the total loss, with the results of a model's pass.
     #[track_caller]
     pub fn check(
         &self,
@@ -205,7 +205,7 @@ impl Reference {
         self.check_gradients(model, gradients, expected);
     }
 
-    /// Compares the gradients of the total loss with those of a model.
+    /// Compares the gradients of the total loss with a model's gradients.
     #[track_caller]
     pub fn check_gradients(
         &self,
@@ -235,12 +235,13 @@ pub fn assert_gradient(name: &str, found: &[f32], expected: &Tensor) {
     assert!(error < TOLERANCE, "{name}: gradient off by {error}");
 }
 
-/// Returns the rows with a target that is not ignored, and these targets.
+/// Returns the rows with targets that are not ignored, and these targets.
 pub fn counted(targets: &[u32]) -> (Vec<u32>, Vec<u32>) {
     (0..).zip(targets).filter(|(_, target)| **target != IGNORED).unzip()
 }
 
-/// Routes the tokens of a layer, by items 2 to 7 of query-norm and what differs in the others; `None` if it is dense.
+/// Routes the tokens of a layer: items 2 to 7 of query-norm, and the changes of other routers. `None` for a dense
+/// layer.
 fn routed(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Routed>> {
     let config = &reference.config;
     let heads = config.layer_heads(input.layer);
@@ -255,7 +256,7 @@ fn routed(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Route
         return by_logits(reference, input, router).map(Some);
     }
     let squares = input.queries.sqr()?.sum(2)?;
-    // Gates [N, R] and the selection of each token, of the routed heads in ascending order.
+    // Gates [N, R] and the selection of each token, over the routed heads in ascending order.
     let routed: Vec<usize> = (0..count).filter(is_routed).collect();
     let indices: Vec<u32> = routed.iter().map(|&head| head as u32).collect();
     let of = |table: &Tensor| {
@@ -282,7 +283,7 @@ fn routed(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Route
     let routed = routed.len();
     let (mut balance, _, mut weights) = selected_gates(&mask, &gates)?;
     if router == RouterKind::Static {
-        // One routed head has no gate that is a number.
+        // With a single routed head, the gate is not a number.
         let selected = Tensor::from_slice(&mask, gates.dims2()?, &Device::Cpu)?;
         (balance, weights) = (balance.zeros_like()?, selected.to_dtype(DType::F64)?);
     }
@@ -291,7 +292,7 @@ fn routed(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Route
     Ok(Some(Routed { weights: by_head(heads.shared, &of_shared, &weights)?, balance, mask }))
 }
 
-/// Returns the weight of every (token, head), from those of shared and of routed heads in ascending order.
+/// Returns the weight of every (token, head), from the weights of shared and of routed heads, in ascending order.
 fn by_head(shared: SharedHeads, of_shared: &Tensor, of_routed: &Tensor) -> Result<Tensor> {
     let (mut next_shared, mut next_routed) = (0.., 0..);
     let heads = 0..of_shared.dim(1)? + of_routed.dim(1)?;
@@ -302,8 +303,8 @@ fn by_head(shared: SharedHeads, of_shared: &Tensor, of_routed: &Tensor) -> Resul
     Tensor::cat(&weights.collect::<Result<Vec<_>>>()?, 1)
 }
 
-/// Of the selection and the gates of the routed heads, `[N, R]`: the balance loss, the gates of selected heads, and
-/// their weights, which are 1 and pass gradients to the gates.
+/// Returns the balance loss, the gates of selected heads, and the weights of selected heads, which are 1 and pass
+/// gradients to the gates. The selection and the gates of the routed heads are `[N, R]`.
 fn selected_gates(mask: &[u8], gates: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
     let selected = Tensor::from_slice(mask, gates.dims2()?, &Device::Cpu)?;
     let selected = selected.to_dtype(DType::F64)?;
@@ -343,14 +344,14 @@ fn by_logits(reference: &Reference, input: &RouterInput<'_>, router: RouterKind)
     Ok(Routed { weights: by_head(heads.shared, &of_shared, &of_routed)?, balance, mask })
 }
 
-/// 1 for the `top_k` largest scores, lower heads first among equals.
+/// Returns 1 for the `top_k` largest scores, and 0 otherwise. Among equal scores, lower heads are first.
 fn select(scores: &[f64], top_k: usize) -> Vec<u8> {
     let mut order: Vec<usize> = (0..scores.len()).collect();
     order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
     (0..scores.len()).map(|head| u8::from(order[..top_k].contains(&head))).collect()
 }
 
-/// Two sequences of 40 tokens and their targets, as the tests' `upload` has them.
+/// Returns two sequences of 40 tokens and their targets, as the tests' `upload` has them.
 pub fn micro_batch() -> (Vec<u32>, Vec<u32>) {
     let ids: Vec<u32> = (0..80).map(|i| (i * 37 + i * i) % VOCABULARY).collect();
     let targets = ids.iter().map(|id| (id * 7 + 3) % VOCABULARY).collect();

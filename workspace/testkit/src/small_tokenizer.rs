@@ -1,5 +1,5 @@
-//! A small tokenizer, made from the quickstart's: the special tokens, the bytes, and a few words. It puts
-//! [`BEGIN_OF_TEXT`] before a text and nothing behind it.
+//! A small tokenizer, made from the quickstart's: the special tokens, the bytes, and a few words. It adds
+//! [`BEGIN_OF_TEXT`] before a text and nothing after it.
 
 use std::fs;
 use std::path::Path;
@@ -10,12 +10,12 @@ use serde_json::{Value, json};
 pub const BEGIN_OF_TEXT: &str = "<|begin_of_text|>";
 /// Id 1.
 pub const END_OF_TEXT: &str = "<|end_of_text|>";
-/// Words of most tests.
+/// The words of most tests.
 pub const WORDS: [&str; 6] = [" one", " two", " three", "one", "two", "three"];
 /// Ids of the special tokens and the bytes.
 const BYTES: u64 = 258;
 
-/// Writes the tokenizer's files to a directory. Each word is a token, and so is each of its beginnings.
+/// Writes the tokenizer's files to a directory. Each word and each of its prefixes is a token.
 pub fn write_tokenizer(dir: &Path, words: &[&str]) {
     let quickstart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/quickstart");
     let read = |name: &str| fs::read(Path::new(quickstart).join(name)).unwrap();
@@ -24,7 +24,7 @@ pub fn write_tokenizer(dir: &Path, words: &[&str]) {
     vocabulary.retain(|_, id| id.as_u64().unwrap() < BYTES);
     let mut merges = Vec::new();
     for word in words {
-        // A byte-level tokenizer's letter for a space.
+        // The letter of a byte-level tokenizer for a space.
         let letters: Vec<char> = word.replace(' ', "\u{120}").chars().collect();
         for end in 1..letters.len() {
             let (start, letter) = (String::from_iter(&letters[..end]), letters[end]);

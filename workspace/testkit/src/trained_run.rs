@@ -1,4 +1,4 @@
-//! A run of a tiny model, trained by the library, for the tests of programs that read runs.
+//! A run of a tiny model, trained by the library, for tests of programs that read runs.
 
 use std::fs;
 use std::path::Path;
@@ -24,7 +24,7 @@ pub fn prepared() -> tempfile::TempDir {
     dir
 }
 
-/// Runs four dense steps, and two with some of the heads if there are two stages, with a checkpoint after each.
+/// Runs four dense steps, and two steps with some of the heads if there are two stages, with a checkpoint after each.
 pub fn train(dir: &Path, stages: usize, change: impl FnOnce(&mut Recipe)) {
     let checkpoints = "[checkpoint]\nevery_steps = 1\nkeep = 9\n";
     let text = format!("{RECIPE_HEAD}{}{checkpoints}", two_stages([128, 64], 32));
@@ -38,7 +38,7 @@ pub fn train(dir: &Path, stages: usize, change: impl FnOnce(&mut Recipe)) {
     run(&mut recipe, Some(&source));
 }
 
-/// Runs a recipe, whose model may be in a directory, to its end.
+/// Runs a recipe to its end. Its model may be in a directory.
 pub fn run(recipe: &mut Recipe, from: Option<&Path>) {
     let (stop, world, path) = (AtomicBool::new(false), World::single(), Path::new("recipe.toml"));
     let (device, options) = (OpenDevice::Cpu, RunOptions::new(&stop));

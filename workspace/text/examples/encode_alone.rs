@@ -1,5 +1,5 @@
-//! The rate of the faster library by itself: documents of JSON lines that are in memory, encoded on all threads of
-//! the pool, and nothing else. `tools/data/compare.py` compares `moh-data prepare` with it.
+//! Measures the faster library alone: encodes documents of JSON lines in memory on all threads of the pool.
+//! `tools/data/compare.py` compares `moh-data prepare` with it.
 //!
 //!     cargo run --release --example encode_alone -- tokenizer.json text.jsonl
 //!

@@ -1,7 +1,7 @@
-//! What bounds the time and the memory of a template. The engine has fuel: an instruction takes one, 64 bytes of a string
-//! that it makes another, two items that a filter visits one more. It takes none for what lists that are joined, values
-//! that are compared and lists within lists cost, nor for what Python's methods do. These instructions are replaced by
-//! calls of functions of this module, which charge before they work; [`Charge`] does for values that are written.
+//! Bounds the time and the memory of a template. The engine has fuel. An instruction costs one unit, each 64 bytes of a
+//! string that it creates cost one, and each two items that a filter visits cost one. The engine charges nothing for
+//! joining lists, comparing values, nesting lists, and Python's methods. Functions of this module replace these
+//! operations, and charge before they work. [`Charge`] charges for values that are written.
 
 use std::cmp::Ordering;
 
@@ -12,19 +12,19 @@ use minijinja_contrib::pycompat;
 
 use crate::{python, strings};
 
-/// Maximum lists in lists: what walks a value needs a part of the stack for each.
+/// Maximum depth of nested lists: walking a value needs stack for each level.
 const MAX_DEPTH: usize = 200;
 /// Maximum digits of a width in a format.
 const MAX_WIDTH_DIGITS: usize = 4;
-/// The most bytes of a letter that is escaped.
+/// Maximum bytes of an escaped letter.
 const ESCAPED_BYTES: usize = 5;
-/// Parts of a unit of fuel, in which values are charged: [`NODE`] for each, and one for four bytes.
+/// Parts of a unit of fuel. A value is charged [`NODE`] parts, and one part for four bytes.
 const PARTS: u64 = 16;
 const NODE: u64 = 8;
 
 type Operator = fn(&State, &Value, &Value) -> Result<Value, Error>;
 
-/// What replaces instructions of two operands; the names are none of a template's.
+/// The functions that replace instructions of two operands. Templates cannot use their names.
 const OPERATORS: [(&str, Operator); 9] = [
     ("+", add),
     ("~", joined),
@@ -37,7 +37,7 @@ const OPERATORS: [(&str, Operator); 9] = [
     ("in", is_in),
 ];
 
-/// The functions and methods of templates that are charged here.
+/// Adds the functions and methods of templates that are charged here.
 pub(crate) fn install(environment: &mut Environment<'_>) {
     for (name, operator) in OPERATORS {
         environment
@@ -58,7 +58,7 @@ pub(crate) fn install(environment: &mut Environment<'_>) {
         let is_kind = matches!(value.kind(), ValueKind::String | ValueKind::Map);
         is_kind || tests::is_sequence(value)
     });
-    // What is undefined is callable in Jinja, as are the methods of maps and texts, which are undefined here.
+    // Undefined values are callable in Jinja. So are the methods of maps and texts, which are undefined here.
     environment.add_test("callable", |value: &Value| {
         value.is_undefined() || value.as_object().is_some() && value.kind() == ValueKind::Plain
     });
@@ -103,7 +103,7 @@ pub(crate) fn replace(instructions: &mut Instructions<'_>) -> Result<(), Error> 
             Instruction::BuildMap(count) => ("{}", 2 * *count),
             _ => continue,
         };
-        // A longer one is written out in the template, and costs its length.
+        // A longer list or map is written out in the template, and costs its length.
         if let Ok(count) = u16::try_from(count) {
             *instruction = Instruction::CallFunction(name, Some(count));
         }
@@ -111,7 +111,7 @@ pub(crate) fn replace(instructions: &mut Instructions<'_>) -> Result<(), Error> 
     Ok(())
 }
 
-/// Takes fuel for values, in parts of a unit.
+/// Charges fuel for values, in parts of a unit.
 pub(crate) struct Charge<'s, 't, 'e> {
     state: &'s State<'t, 'e>,
     parts: u64,
@@ -133,7 +133,7 @@ impl<'s, 't, 'e> Charge<'s, 't, 'e> {
         }
     }
 
-    /// Returns a value without those within it, in as many lists.
+    /// Charges a value without its inner values. `depth` is the number of lists around it.
     pub(crate) fn node(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
         if depth > MAX_DEPTH {
             return Err(fault(format!("a value within more than {MAX_DEPTH} others")));
@@ -141,7 +141,7 @@ impl<'s, 't, 'e> Charge<'s, 't, 'e> {
         self.take(NODE + value.as_str().map_or(0, |text| text.len() as u64 / 4))
     }
 
-    /// Returns a value and all within it.
+    /// Charges a value and all values in it.
     fn walk(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
         self.node(value, depth)?;
         let kind = value.kind();
@@ -164,7 +164,7 @@ pub(crate) fn fault(reason: String) -> Error {
     Error::new(ErrorKind::InvalidOperation, reason)
 }
 
-/// Refuses what would take all of the fuel when it is made.
+/// Fails if creating so many bytes would use up the fuel.
 fn has_fuel(state: &State, bytes: usize) -> Result<(), Error> {
     match state.fuel_levels() {
         Some((_, left)) if bytes as u64 / 64 >= left => Err(ErrorKind::OutOfFuel.into()),
@@ -215,8 +215,7 @@ fn concat(state: &State, a: &str, b: &str) -> Result<String, Error> {
     Ok([a, b].concat())
 }
 
-/// Returns the filter `escape`, as Jinja has it. A text that is safe, as this filter and `safe` mark it, stays as it
-/// is.
+/// Applies the filter `escape` as Jinja does. A text that this filter or `safe` has marked as safe stays unchanged.
 fn escape(state: &State, value: &Value) -> Result<Value, Error> {
     if value.is_safe() {
         return Ok(value.clone());
@@ -228,7 +227,8 @@ fn escape(state: &State, value: &Value) -> Result<Value, Error> {
     Ok(Value::from_safe_string(text))
 }
 
-/// Returns whether two values are in an order; NaN is in none, and neither are values that Python does not compare.
+/// Returns whether `is` is true of the order of two values. It is never true of NaN. Fails for values that Python does
+/// not compare.
 fn ordered(state: &State, a: &Value, b: &Value, is: fn(Ordering) -> bool) -> Result<Value, Error> {
     compared(state, a, b)?;
     let is_ordered = match (a.kind(), b.kind()) {
@@ -261,14 +261,14 @@ fn is_in(state: &State, value: &Value, container: &Value) -> Result<Value, Error
     tests::is_in(state, value, container).map(Value::from)
 }
 
-/// What a new list or map has within it: all of it is walked when it is written or compared, however often it is there.
+/// Charges the lists and maps in a new list or map. Writing or comparing it walks them, however often they occur.
 fn nested(state: &State, values: &[Value]) -> Result<(), Error> {
     let mut charge = Charge::new(state);
     let mut inner = values.iter().filter(|value| value.as_object().is_some());
     inner.try_for_each(|value| charge.walk(value, 1))
 }
 
-/// What a method of Python's reads and makes.
+/// Charges for the values that a method of Python's reads. Fails if its result would use up the fuel.
 fn charge_method(
     state: &State,
     value: &Value,

@@ -1,17 +1,17 @@
-//! A conversation: messages and tools as JSON, in the form that templates expect, which is what transformers'
-//! `apply_chat_template` gives them.
+//! A conversation: messages and tools as JSON, in the form in which transformers' `apply_chat_template` passes them to
+//! templates.
 
 use serde_json::{Map, Value};
 
 use crate::numbers::beyond_json;
 use crate::{Error, Result};
 
-/// The names of what the assistant thought. transformers gives it to templates by the first two, whatever its name.
+/// The names of the assistant's reasoning. transformers passes it to templates under the first two, whatever its name.
 pub(crate) const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
-/// Keys of messages that are obeyed or that hold no text, whatever the template reads.
+/// Keys of messages that are obeyed or that have no text, even if the template does not read them.
 const KNOWN_KEYS: [&str; 6] = ["role", "content", "name", "tool_call_id", "weight", "train"];
 
-/// The key of a record with further variables of the template, as TRL has it, and those that are none of them.
+/// The key of a record with further variables of the template, as in TRL, and the names that may not be variables.
 pub(crate) const VARIABLES: &str = "chat_template_kwargs";
 const NO_VARIABLES: [&str; 3] = ["messages", "tools", "add_generation_prompt"];
 
@@ -23,9 +23,9 @@ pub struct Conversation {
     /// A list of JSON schemas, or null.
     tools: Value,
     pub(crate) variables: Map<String, Value>,
-    /// Keys beside the messages that are not read.
+    /// Unread keys beside the messages.
     unread: Vec<String>,
-    /// Whether parts are joined for a template that reads texts, and a text is a part for one that reads parts.
+    /// Whether contents adapt to the template: parts are joined to a text, or a text becomes a part.
     pub(crate) adapts_content: bool,
 }
 
@@ -48,12 +48,11 @@ impl Conversation {
     }
 
     /// Creates a conversation of a list of messages, and of the list of tools or null. Messages are objects with the
-    /// string `role`, or ShareGPT's with `from` and `value`; their keys that are null are left out, and what the
-    /// assistant thought has all names that templates know. Tools may be a text with their JSON, as tables that
-    /// have one type for each column store them.
+    /// string `role`, or ShareGPT's with `from` and `value`. Null keys are removed. The assistant's reasoning gets all
+    /// names that templates know. Tools may be a text with their JSON, as in tables with one type for each column.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if `messages` are not at least one such object, or `tools` no list.
+    /// [`Error::Invalid`] if `messages` is not a list of at least one such object, or if `tools` is not a list.
     pub fn from_json(messages: Value, tools: Value) -> Result<Self> {
         let Value::Array(messages) = messages else {
             return Err(Error::Invalid("the messages are not a list".to_owned()));
@@ -76,9 +75,9 @@ impl Conversation {
         Ok(Self::new(messages?, self::tools(tools)?))
     }
 
-    /// Creates a conversation of an object of JSON with `messages`, `tools`, `chat_template_kwargs`, which are
-    /// variables of the template, and the names of other keys in `unread`, as Python reads it: with integers of any
-    /// size and NaN; fails as [`Conversation::from_json`].
+    /// Creates a conversation of a JSON object with `messages`, `tools`, `chat_template_kwargs` (variables of the
+    /// template) and `unread` (names of other keys). Parses the JSON as Python: with integers of any size and NaN.
+    /// Fails as [`Conversation::from_json`].
     pub fn parse(text: &str) -> Result<Self> {
         let mut record: Value = serde_json::from_str(&beyond_json(text))
             .map_err(|error| Error::Invalid(format!("not a conversation in JSON: {error}")))?;
@@ -106,8 +105,7 @@ impl Conversation {
         Ok(conversation)
     }
 
-    /// Returns the same conversation, in which each content is what the template reads: a list of parts of text becomes
-    /// a text, or a text a list.
+    /// Adapts each content to the template: a list of parts of text becomes a text, or a text becomes a list.
     #[must_use]
     pub fn with_adapted_content(self) -> Self {
         Self { adapts_content: true, ..self }
@@ -118,12 +116,12 @@ impl Conversation {
         &self.messages
     }
 
-    /// Returns the tools; null if there are none.
+    /// Returns the tools, or null without tools.
     pub fn tools(&self) -> &Value {
         &self.tools
     }
 
-    /// Calls `visit` with every text of the messages but their roles, those of tool calls too.
+    /// Calls `visit` with every text of the messages except their roles, also with the texts of tool calls.
     pub fn visit_texts(&self, visit: &mut dyn FnMut(&str)) {
         fn within(value: &Value, visit: &mut dyn FnMut(&str)) {
             match value {
@@ -142,8 +140,8 @@ impl Conversation {
         self.messages.get(index).is_some_and(|message| message["role"] == "assistant")
     }
 
-    /// Returns whether a model is trained on message `index`: one of the assistant's, unless its `weight`, OpenAI's
-    /// key, or its `train`, axolotl's, says no.
+    /// Returns whether a model is trained on message `index`: a message of the assistant, unless its `weight` (OpenAI's
+    /// key) or its `train` (axolotl's key) says no.
     pub(crate) fn is_trained(&self, index: usize) -> bool {
         let says_no = |key: &str| {
             let value = &self.messages[index][key];
@@ -152,8 +150,8 @@ impl Conversation {
         self.is_answer(index) && !says_no("weight") && !says_no("train")
     }
 
-    /// Returns the keys beside the messages that nothing reads, and those of each message with a value that a template
-    /// of this source does not name, and that means nothing here.
+    /// Returns the unread keys beside the messages. Also returns each message's keys that have a value, that the
+    /// template does not name, and that have no meaning here.
     pub(crate) fn unnamed_keys<'s>(
         &'s self,
         is_named: impl Fn(&str) -> bool + 's,
@@ -161,7 +159,7 @@ impl Conversation {
         let fields = self.messages.iter().filter_map(Value::as_object).flatten();
         let unnamed = fields.filter(move |(key, value)| {
             let key = key.as_str();
-            // Reasoning that has one of its names has all of them.
+            // Reasoning with one of its names has all of them.
             let is_reasoning = REASONING.contains(&key);
             let is_read =
                 is_named(key) || is_reasoning && REASONING.iter().any(|key| is_named(key));
@@ -173,7 +171,7 @@ impl Conversation {
     /// Returns whether a string of the conversation, or a key, contains one of these characters.
     pub(crate) fn contains(&self, characters: &[char]) -> bool {
         let values = self.messages.iter().chain([&self.tools]).chain(self.variables.values());
-        // JSON escapes none of them.
+        // JSON does not escape these characters.
         values.map(Value::to_string).any(|text| text.contains(characters))
     }
 }
@@ -187,7 +185,7 @@ fn is_empty(value: &Value) -> bool {
     }
 }
 
-/// Returns a message with a role; ShareGPT's becomes one.
+/// Returns a message with a role. Converts ShareGPT's messages.
 fn message(mut fields: Map<String, Value>) -> Result<Value, String> {
     fields.retain(|_, value| !value.is_null());
     let weight =
@@ -206,7 +204,7 @@ fn message(mut fields: Map<String, Value>) -> Result<Value, String> {
     Ok(Value::Object(with_reasoning(fields)))
 }
 
-/// Returns the message with what the assistant thought by all of its names, in transformers' order of keys.
+/// Returns the message with the assistant's reasoning under all its names, in transformers' order of keys.
 fn with_reasoning(mut fields: Map<String, Value>) -> Map<String, Value> {
     let Some(thought) = REASONING.iter().find_map(|name| fields.get(*name)).cloned() else {
         return fields;

@@ -3,7 +3,7 @@
 /// The result of this crate's fallible functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
+/// An error of this crate. Its message is one sentence: the problem, its place, and the remedy.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -13,11 +13,11 @@ pub enum Error {
     /// A token file or a tokenizer's file could not be read.
     #[error(transparent)]
     Data(#[from] moh_data::Error),
-    /// A token file of another tokenizer, a value that is no conversation or does not suit the template, a record that
-    /// is no document, or an option that does not fit.
+    /// A token file of another tokenizer, a value that is not a conversation or does not suit the template, a record
+    /// that is not a document, or an option that does not fit.
     #[error("{0}")]
     Invalid(String),
-    /// Hugging Face's hub did not provide a dataset or a file of one.
+    /// Hugging Face's hub did not provide a dataset or one of its files.
     #[cfg(feature = "prepare")]
     #[error(transparent)]
     Hub(#[from] moh_hf::Error),
@@ -27,13 +27,13 @@ pub enum Error {
 }
 
 impl Error {
-    /// Returns whether the same call may succeed when a network or a disk is back, so that nothing is thrown away.
+    /// Returns whether the same call may succeed when a network or a disk is back, so that no work is discarded.
     #[cfg(feature = "prepare")]
     pub(crate) fn is_passing(&self) -> bool {
         matches!(self, Error::Hub(_))
     }
 
-    /// Creates a file that cannot be used as it is.
+    /// Creates the error of a file that cannot be used as it is.
     #[cfg(feature = "prepare")]
     pub(crate) fn unusable(path: &std::path::Path, reason: impl Into<String>) -> Self {
         moh_files::unusable(path, reason).into()

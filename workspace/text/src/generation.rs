@@ -1,21 +1,21 @@
-//! The blocks `{% generation %}` of transformers' templates, around what a model generates. The engine knows no tags
-//! but Jinja's own, so they become calls of a function whose body is the block: it puts marks around the body's
-//! text, which are taken out of the rendered text again.
+//! The blocks `{% generation %}` of transformers' templates, around the text that a model generates. The engine
+//! supports only Jinja's own tags, so the blocks become calls of a function with the block as its body. The function
+//! puts marks around the body's text. The marks are removed from the rendered text.
 
 use std::ops::Range;
 
-/// The name of the function, and the marks, which are no characters: Unicode reserves them for a program's own use.
+/// The name of the function, and the marks. They are not characters: Unicode reserves them for a program's own use.
 pub(crate) const FUNCTION: &str = "moh_generation";
 pub(crate) const MARKS: [char; 2] = ['\u{fdd0}', '\u{fdd1}'];
 
-/// Returns the template with calls in the place of the blocks, and whether it has any.
+/// Replaces the template's blocks by calls. Also returns whether it has any blocks.
 pub(crate) fn as_calls(source: &str) -> (String, bool) {
     let (mut calls, mut rest, mut found) = (String::with_capacity(source.len()), source, false);
-    // A call's body knows only what it reads, of which setting a namespace's attribute is none; the default of an
-    // argument reads it for the body.
+    // A call's body has only the variables that it reads, and setting a namespace's attribute does not read the
+    // namespace. The default of an argument reads it for the body.
     let assigned = namespaces(source).join(" and ");
     let argument = if assigned.is_empty() { assigned } else { format!("({FUNCTION}_={assigned})") };
-    // Only what opens in the template's text opens: a block in a comment, a string or `raw` is none.
+    // Tags count only in the template's text, not in a comment, a string or `raw`.
     while let Some(at) = next_opening(rest) {
         let (before, opened) = rest.split_at(at);
         calls.push_str(before);
@@ -40,7 +40,7 @@ pub(crate) fn as_calls(source: &str) -> (String, bool) {
     (calls, found)
 }
 
-/// The names before the dots in what is set.
+/// Returns the names before the dots in the targets of `set`.
 fn namespaces(source: &str) -> Vec<&str> {
     let tags = source.split("{%").map(|tag| tag.trim_start_matches(['-', '+']).trim_start());
     let sets = tags.filter_map(|tag| tag.strip_prefix("set")?.split(['=', '%']).next());
@@ -52,13 +52,14 @@ fn namespaces(source: &str) -> Vec<&str> {
         .collect()
 }
 
-/// Returns the next `{{`, `{%` or `{#`.
+/// Returns the place of the next `{{`, `{%` or `{#`.
 fn next_opening(text: &str) -> Option<usize> {
     let bytes = text.as_bytes();
     bytes.windows(2).position(|pair| matches!(pair, b"{{" | b"{%" | b"{#"))
 }
 
-/// Returns the bytes of the tag, expression or comment that `text` begins with; all if it does not end.
+/// Returns the length of the tag, expression or comment at the start of `text`. Without an end, returns the length of
+/// `text`.
 fn end_of(text: &str) -> usize {
     let close = match text.as_bytes().get(1) {
         Some(b'#') => return text.find("#}").map_or(text.len(), |at| at + 2),
@@ -80,7 +81,7 @@ fn end_of(text: &str) -> usize {
     text.len()
 }
 
-/// Returns the bytes before the end of a block `raw`; all if it does not end.
+/// Returns the number of bytes before the end of a block `raw`. Without an end, returns the length of `text`.
 fn end_of_raw(text: &str) -> usize {
     let mut from = 0;
     while let Some(at) = text[from..].find("{%") {
@@ -94,7 +95,7 @@ fn end_of_raw(text: &str) -> usize {
     text.len()
 }
 
-/// Takes the marks out of a rendered text; the text that was between them, in order.
+/// Removes the marks from a rendered text. Also returns the ranges that were between marks, in order.
 pub(crate) fn take_marks(marked: &str) -> (String, Vec<Range<usize>>) {
     let mut text = String::with_capacity(marked.len());
     let (mut ranges, mut depth, mut start) = (Vec::<Range<usize>>::new(), 0usize, 0);
@@ -103,7 +104,7 @@ pub(crate) fn take_marks(marked: &str) -> (String, Vec<Range<usize>>) {
         text.push_str(&rest[..at]);
         let opens = rest[at..].starts_with(MARKS[0]);
         rest = &rest[at + MARKS[0].len_utf8()..];
-        // A block within a block belongs to the outer one.
+        // A block within a block belongs to the outer block.
         if opens {
             if depth == 0 {
                 start = text.len();

@@ -1,12 +1,12 @@
 //! Text and token ids, by Hugging Face's library of tokenizers.
 //!
-//! [`TextTokenizer`] converts between text and ids, and tells whether it is the tokenizer of a token file;
+//! [`TextTokenizer`] converts between text and ids, and checks whether it is the tokenizer of a token file.
 //! [`TextStream`] decodes ids one by one.
 //!
-//! Conversations become texts by a tokenizer's chat template, the Jinja template by which its model expects messages,
-//! rendered as transformers' `apply_chat_template` does. [`ChatTemplate`] is read from a tokenizer's directory, and its
-//! [`Renderer`] renders any number of [`Conversation`]s. [`Renderer::training_text`] also finds what a model is trained
-//! on: the answers of the assistant. [`RenderThreads`] give up a template that does not end.
+//! A tokenizer's chat template, a Jinja template, converts conversations to the text that its model expects, as
+//! transformers' `apply_chat_template` does. [`ChatTemplate`] is read from a tokenizer's directory. Its [`Renderer`]
+//! renders any number of [`Conversation`]s. [`Renderer::training_text`] also finds the text that a model is trained on:
+//! the answers of the assistant. [`RenderThreads`] abandon a template that does not end.
 
 mod bounds;
 mod conversation;

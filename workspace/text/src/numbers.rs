@@ -1,5 +1,5 @@
-//! Numbers that Python reads in JSON, and serde_json does not: NaN, infinities, integers beyond 64 bits, and -0. They
-//! become strings with a mark before the text is parsed, and numbers again when a template gets them.
+//! Numbers that Python reads in JSON, but serde_json does not: NaN, infinities, integers beyond 64 bits, and -0. They
+//! become marked strings before the text is parsed, and numbers again when a template gets them.
 
 use std::borrow::Cow;
 
@@ -7,9 +7,10 @@ use minijinja::Value;
 
 use crate::bounds::fault;
 
-/// No character: Unicode reserves it for a program's own use.
+/// Not a character: Unicode reserves it for a program's own use.
 pub(crate) const MARK: char = '\u{fdd2}';
-/// What comes between the mark and why a table's value has none in JSON. A template that reads the value fails with that.
+/// Separates the mark from the reason why a table's value has no JSON. A template that reads the value fails with the
+/// reason.
 pub(crate) const NO_JSON: char = '?';
 
 /// Returns the JSON text with such numbers as marked strings, which
@@ -24,7 +25,7 @@ pub(crate) fn finite_json(text: &str) -> Cow<'_, str> {
     marked(text, is_not_finite)
 }
 
-/// Returns the number of a marked string; `None` of any other string.
+/// Returns the number of a marked string, or `None` for other strings.
 pub(crate) fn number(text: &str) -> Option<Result<Value, String>> {
     let token = text.strip_prefix(MARK)?;
     if is_not_finite(token) {
@@ -89,7 +90,7 @@ fn is_not_finite(token: &str) -> bool {
     matches!(token, "NaN" | "Infinity" | "-Infinity")
 }
 
-/// Returns whether a token is an integer of more than 64 bits, or one that only floats have here.
+/// Returns whether a token is an integer of more than 64 bits, or -0, which only floats have here.
 fn is_large(token: &str) -> bool {
     let digits = token.strip_prefix('-').unwrap_or(token);
     let is_integer = digits.bytes().all(|byte| byte.is_ascii_digit()) && !digits.starts_with('0');

@@ -1,4 +1,4 @@
-//! Panics of other crates, which some of them have for damaged files and for contents that contradict themselves.
+//! Catches panics of other crates. Some crates panic for damaged files and contradictory contents.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
@@ -9,7 +9,7 @@ thread_local! {
     static IS_CAUGHT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls another crate; `None` if it panics, of which nothing is said. What it has changed is not used after that.
+/// Calls another crate. If it panics, prints nothing and returns `None`. Callers do not use the values that it changed.
 pub(crate) fn quietly<T>(call: impl FnOnce() -> T) -> Option<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {

@@ -1,6 +1,6 @@
-//! Values as Python writes them: `tojson` is transformers' `json.dumps`, which neither escapes HTML nor leaves out
-//! spaces, and what is printed is Python's `str`. Both are charged while they are written, so that no value that contains
-//! itself many times is written whole.
+//! Values as Python writes them. `tojson` is transformers' `json.dumps`, which neither escapes HTML nor omits spaces.
+//! Printing is Python's `str`. Both are charged while they write, so a value that contains another many times is not
+//! written whole.
 
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, Output, State, Value};
@@ -19,7 +19,7 @@ pub(crate) fn from_json(json: &Json) -> Result<Value, String> {
         Json::Number(value) => match (value.as_i64(), value.as_u64()) {
             (Some(value), _) => Value::from(value),
             (None, Some(value)) => Value::from(value),
-            // Without a feature that is off, every other number is a float.
+            // serde_json's arbitrary_precision is off, so every other number is a float.
             (None, None) => Value::from(value.as_f64().unwrap_or(f64::NAN)),
         },
         Json::String(text) => match number(text) {
@@ -36,7 +36,7 @@ pub(crate) fn from_json(json: &Json) -> Result<Value, String> {
     })
 }
 
-/// Returns the filter `tojson` of transformers: `json.dumps` with `ensure_ascii=False`.
+/// Applies the filter `tojson` of transformers: `json.dumps` with `ensure_ascii=False`.
 pub(crate) fn tojson(state: &State, value: &Value, arguments: Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = arguments.get("indent")?;
     let separators: Option<Vec<String>> = arguments.get("separators")?;
@@ -69,7 +69,7 @@ pub(crate) fn print(
     }
 }
 
-/// Python's `str` of a value; empty of an undefined one.
+/// Returns Python's `str` of a value, or an empty string for an undefined value.
 pub(crate) fn text(state: &State, value: &Value) -> Result<String, Error> {
     if let Some(text) = value.as_str() {
         return Ok(text.to_owned());
@@ -111,7 +111,7 @@ impl Writer<'_, '_, '_> {
                 (false, true) => "True",
                 (false, false) => "False",
             }),
-            // A value that stands for an error, which its list gives.
+            // A value that stands for an error. Iterating over a list returns the error.
             ValueKind::Invalid => {
                 return Value::from(vec![value.clone()])
                     .try_iter()?
@@ -163,7 +163,7 @@ impl Writer<'_, '_, '_> {
         let Some(style) = &self.json else {
             return self.repr(text);
         };
-        // Both escape the same characters, the same way.
+        // `json.dumps` and serde_json escape the same characters, the same way.
         let quoted = Json::from(text).to_string();
         if !style.ascii {
             self.text.push_str(&quoted);
@@ -184,7 +184,7 @@ impl Writer<'_, '_, '_> {
         let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
         self.text.push(quote);
         for letter in text.chars() {
-            // What Rust escapes behind another letter is what Python calls not printable.
+            // The letters that Rust escapes behind another letter are not printable in Python.
             let is_plain =
                 || ["a", letter.encode_utf8(&mut [0; 4])].concat().escape_debug().count() == 2;
             let code = u32::from(letter);
@@ -227,8 +227,8 @@ impl Writer<'_, '_, '_> {
     }
 }
 
-/// Returns a float as Python's `repr`, the shortest digits that read back, with an exponent below 1e-4 and from 1e16
-/// on, or as `json.dumps`, which has other names for those that are not finite.
+/// Formats a float as Python's `repr`: the shortest digits that parse to it, with an exponent below 1e-4 and from 1e16
+/// on. `json.dumps` has other names for floats that are not finite.
 fn float(number: f64, is_json: bool) -> String {
     if !number.is_finite() {
         let name = match (is_json, number.is_nan()) {

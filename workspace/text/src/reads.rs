@@ -1,5 +1,5 @@
-//! What a template reads of messages, by what it writes of short ones: the content as a text or as a list of parts, and
-//! the arguments of a tool call as a text or as an object.
+//! Finds the form in which a template reads messages, by rendering short messages. The content is a text or a list of
+//! parts. The arguments of a tool call are a text or an object.
 
 use serde_json::{Value, json};
 
@@ -8,15 +8,15 @@ use crate::{Error, Result};
 
 /// A word that no template has.
 const WORD: &str = "Qv7zk";
-/// The roles that are tried; another one is read as the first.
+/// The tested roles. Other roles are read as the first role.
 const ROLES: [&str; 4] = ["user", "system", "assistant", "tool"];
 
-/// Renders messages with tools; `None` if the template refuses them.
+/// Renders messages with tools. Returns `None` if the template rejects them.
 type Render<'r> = dyn FnMut(&[Value], &Value) -> Option<String> + 'r;
 
 #[derive(Debug)]
 pub(crate) struct Reads {
-    /// Whether arguments that are a text are written as they are.
+    /// Whether arguments as a text are written unchanged.
     arguments_as_text: bool,
     content: [Content; ROLES.len()],
 }
@@ -63,8 +63,8 @@ impl Reads {
         }
     }
 
-    /// Returns the message as the template reads it: the arguments of calls, which must be JSON, and if
-    /// `adapts_content`, the content.
+    /// Converts a message to the form that the template reads: the arguments of calls, which must be JSON, and with
+    /// `adapts_content` the content.
     pub(crate) fn adapted(&self, message: &Value, adapts_content: bool) -> Result<Value> {
         let mut message = message.clone();
         let reads = self.of_role(&message);
@@ -114,7 +114,7 @@ fn tools() -> Value {
     json!([{ "type": "function", "function": { "name": "f", "description": "f", "parameters": parameters } }])
 }
 
-/// What the template reads of a role's content; `None` if it refuses every one.
+/// Returns the form in which the template reads a role's content, or `None` if it rejects every form.
 fn content(role: &str, render: &mut Render<'_>) -> Option<Content> {
     let mut writes = |content: Value| {
         let message =

@@ -1,4 +1,4 @@
-//! Rendering in threads that can be given up: a template is a program, of which some never end.
+//! Rendering in threads that can be abandoned: a template is a program, and may never end.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel, sync_channel};
@@ -8,26 +8,26 @@ use std::time::{Duration, Instant};
 
 use crate::{ChatTemplate, Conversation, Error, Renderer, Result, TrainedTurns, TrainingText};
 
-/// Time after which a caller looks whether it is to stop.
+/// Interval at which a caller checks whether to stop.
 const WAIT: Duration = Duration::from_millis(20);
-/// Threads that were given up and still run, with which no other is started.
+/// Abandoned threads that still run; beyond this number, no other thread is started.
 const MAX_GIVEN_UP: usize = 4;
-/// The stack of a thread, of which only what is used takes memory: dropping a list in lists needs a part for each.
+/// The stack of a thread: dropping nested lists needs stack for each level. Only the used stack takes memory.
 const STACK_BYTES: usize = 1 << 28;
 
-/// Renders conversations, each in a thread of its own that is given up after some time; callers from any number of threads
-/// share it. A rendering that was given up may go on in its thread, within bounded memory, until it ends or the process
-/// does.
+/// Renders conversations, each in its own thread that is abandoned after some time. Callers from any number of threads
+/// share the value. An abandoned rendering may continue in its thread, within bounded memory, until the rendering or
+/// the process ends.
 #[derive(Debug)]
 pub struct RenderThreads {
     template: Arc<ChatTemplate>,
     limit: Duration,
     idle: Mutex<Vec<RenderThread>>,
-    /// Threads that may still run.
+    /// Abandoned threads that may still run.
     given_up: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// A thread that waits for work; it ends when this is dropped.
+/// A thread that waits for work. It ends when the value is dropped.
 #[derive(Debug)]
 struct RenderThread {
     work: Sender<Work>,
@@ -38,8 +38,8 @@ struct RenderThread {
 type Work = Box<dyn FnOnce(&Renderer<'_>) + Send>;
 
 impl RenderThreads {
-    /// Threads for this template, which is compiled once to see that it can be. A rendering, of which a training text has
-    /// several, is given up after `limit`.
+    /// Creates threads for this template, and compiles the template once to check it. A rendering is abandoned after
+    /// `limit`; a training text has several renderings.
     pub fn new(template: ChatTemplate, limit: Duration) -> Result<Self> {
         template.renderer()?;
         let (idle, given_up) = (Mutex::default(), Mutex::default());
@@ -51,14 +51,14 @@ impl RenderThreads {
         &self.template
     }
 
-    /// As [`Renderer::render`]; fails if it takes too long.
+    /// Renders as [`Renderer::render`]. Fails if the rendering takes too long.
     pub fn render(&self, conversation: &Arc<Conversation>, prompts: bool) -> Result<String> {
         let conversation = Arc::clone(conversation);
         self.run(move |renderer| renderer.render(&conversation, prompts), &AtomicBool::new(false))
     }
 
-    /// As [`Renderer::training_text`]; fails if one of its renderings takes too long, and with [`Error::Interrupted`] soon
-    /// after `stop` is set.
+    /// Renders as [`Renderer::training_text`]. Fails if one of its renderings takes too long, and with
+    /// [`Error::Interrupted`] soon after `stop` is set.
     pub fn training_text(
         &self,
         conversation: &Arc<Conversation>,
@@ -77,7 +77,7 @@ impl RenderThreads {
         let waiting = locked(&self.idle).pop();
         let thread = waiting.map_or_else(|| self.start(), Ok)?;
         let (sender, result) = sync_channel(1);
-        // A thread that has ended gives no result, and without a receiver nobody waits for one.
+        // A thread that has ended sends no result. Without a receiver, nobody waits for the result.
         let _ = thread.work.send(Box::new(move |renderer| drop(sender.send(work(renderer)))));
         let (mut begun, mut since) = (0, Instant::now());
         loop {

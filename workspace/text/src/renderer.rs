@@ -1,11 +1,11 @@
-//! Rendering, and which part of a rendered text is the assistant's.
+//! Renders conversations, and finds the assistant's part of the rendered text.
 //!
-//! A template with blocks `{% generation %}` says itself what the assistant generates. Of others it is the
-//! text behind the prompt for a turn, which is the text of the messages before it with `add_generation_prompt`, up to
-//! the end of the text of the messages with it. Both must be beginnings of the whole text.
+//! A template with blocks `{% generation %}` marks the text that the assistant generates. With other templates, a
+//! turn's text starts after its prompt: the text of the messages before the turn, with `add_generation_prompt`. It ends
+//! with the text of the messages up to and including the turn. Both texts must be beginnings of the whole text.
 //!
-//! The work of a rendering is bounded by that of a long conversation of its length ([`crate::bounds`]); a
-//! [`RenderThreads`](crate::RenderThreads) bounds its time, too.
+//! [`crate::bounds`] bounds the work of a rendering by the length of its conversation.
+//! [`RenderThreads`](crate::RenderThreads) also bound its time.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -26,24 +26,25 @@ use crate::reads::Reads;
 use crate::template::Source;
 use crate::{ChatTemplate, Conversation, Error, Result, bounds, python};
 
-/// The instructions of a rendering, each of which stands for 64 bytes of memory as well: at least as many, and for each
-/// byte and message of the conversation, of which no more than so many count.
+/// Maximum instructions of a rendering: a least number, plus one for `WORK_OF_BYTES` bytes of the conversation, plus
+/// `WORK_OF_MESSAGE` for each of at most `MAX_COUNTED_MESSAGES` messages. An instruction also stands for 64 bytes of
+/// memory.
 const LEAST_WORK: u64 = 4_000_000;
 const WORK_OF_BYTES: u64 = 2;
 const WORK_OF_MESSAGE: u64 = 1_000;
 const MAX_COUNTED_MESSAGES: u64 = 12_000;
-/// The messages for which a template may do as much work again as for an empty conversation.
+/// Messages that double the work that an empty conversation may take.
 pub const MESSAGES_OF_LEAST_WORK: usize = (LEAST_WORK / WORK_OF_MESSAGE) as usize;
 const NAME: &str = "chat";
 
 /// Which of the assistant's turns a model is trained on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TrainedTurns {
-    /// All of them.
+    /// All turns.
     #[default]
     All,
-    /// The last message, which must be the assistant's: for templates that write earlier turns otherwise, such as
-    /// those that leave out what the assistant thought.
+    /// The last message, which must be the assistant's. For templates that write earlier turns differently, for example
+    /// without the assistant's reasoning.
     Last,
 }
 
@@ -52,20 +53,21 @@ pub enum TrainedTurns {
 pub struct TrainingText {
     /// The text.
     pub text: String,
-    /// The assistant's bytes of it, in increasing order.
+    /// The ranges of the assistant's bytes, in increasing order.
     pub trained: Vec<Range<usize>>,
-    /// Whether the template itself named them; otherwise they may end with what follows the token that ends a turn.
+    /// Whether the template itself marked the ranges. Otherwise they may end with text after the token that ends a
+    /// turn.
     pub is_exact: bool,
-    /// What the template does not read of the messages.
+    /// Parts of the messages that the template does not read.
     pub notes: ChatNotes,
 }
 
-/// What is not read of conversations, or not trained on.
+/// Parts of conversations that are not read, or not trained on.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChatNotes {
-    /// Messages whose content is a list where the template writes a text, or the reverse.
+    /// Messages with a list as content where the template writes a text, or the reverse.
     pub misread: u64,
-    /// The keys that it does not name, and how many messages, or conversations beside them, have each.
+    /// The keys that the template does not name, each with the number of messages, or of conversations, that have it.
     pub unnamed: BTreeMap<String, u64>,
     /// Conversations without a token that is trained on.
     #[serde(default)]
@@ -77,7 +79,7 @@ pub struct Renderer<'a> {
     environment: Environment<'a>,
     special_tokens: Value,
     default: Compiled<'a>,
-    /// What renders conversations with tools, if it is another.
+    /// The template of conversations with tools, if it is another.
     for_tools: Option<Compiled<'a>>,
     pub(crate) begun: Arc<AtomicU64>,
 }
@@ -114,10 +116,10 @@ impl<'a> Renderer<'a> {
         })
     }
 
-    /// Returns the text of a conversation, with `prompts` up to where the model's next answer begins.
+    /// Renders a conversation. With `prompts`, the text ends where the model's next answer starts.
     ///
     /// # Errors
-    /// Fails if the template refuses the conversation, does not suit it, or takes too much work.
+    /// Fails if the template rejects the conversation, does not suit it, or takes too much work.
     pub fn render(&self, conversation: &Conversation, prompts: bool) -> Result<String> {
         let compiled = self.template_of(conversation);
         let values = self.values(compiled, conversation)?;
@@ -125,10 +127,10 @@ impl<'a> Renderer<'a> {
         Ok(if compiled.source.has_generation { take_marks(&marked).0 } else { marked })
     }
 
-    /// Returns the whole text of a conversation, and which of it is the assistant's.
+    /// Renders a whole conversation, and finds the assistant's text in it.
     ///
     /// # Errors
-    /// As [`Renderer::render`]; fails if the template does not tell the assistant's text from the rest of it.
+    /// As [`Renderer::render`]. Also fails if the template does not separate the assistant's text from the rest.
     pub fn training_text(
         &self,
         conversation: &Conversation,
@@ -170,7 +172,7 @@ impl<'a> Renderer<'a> {
         }
         for index in (first..count).filter(|&index| conversation.is_trained(index)) {
             let before = self.render_first(compiled, &values, index, true)?;
-            // Without another message behind it, the turn ends where the text does.
+            // The turn of the last message ends with the text.
             let through = match index == last {
                 true => made.text.len(),
                 false => {
@@ -219,7 +221,7 @@ impl<'a> Renderer<'a> {
         Values::new(adapted, conversation.tools(), &conversation.variables)
     }
 
-    /// Returns the text of the first `count` messages, with the marks of blocks `generation`.
+    /// Renders the first `count` messages, with the marks of blocks `generation`.
     fn render_first(
         &self,
         compiled: &Compiled<'a>,
@@ -285,14 +287,14 @@ impl Values {
         let tools = python::from_json(tools).map_err(Error::Invalid)?;
         let variables =
             variables.iter().map(|(key, value)| Ok((&key[..], python::from_json(value)?)));
-        // As in transformers, what is not there is none instead of undefined.
+        // As in transformers, a missing variable is null instead of undefined.
         let variables = [Ok(("documents", ().into()))].into_iter().chain(variables);
         let variables = variables.collect::<Result<Vec<_>, _>>().map_err(Error::Invalid)?;
         Ok(Self { messages, tools, variables: Value::from_pairs(variables), work })
     }
 }
 
-/// Returns the bytes of a value's texts and a few for each value.
+/// Counts the bytes of a value's texts, and a few bytes for each value.
 fn bytes_of(value: &Json) -> u64 {
     8 + match value {
         Json::String(text) => text.len() as u64,
@@ -304,7 +306,7 @@ fn bytes_of(value: &Json) -> u64 {
     }
 }
 
-/// Returns the text of the blocks `generation` of turns that are trained on.
+/// Returns the ranges of the blocks `generation` of turns that are trained on.
 fn trained_blocks(
     mut blocks: Vec<Range<usize>>,
     conversation: &Conversation,
@@ -340,14 +342,14 @@ fn trained_blocks(
     Ok(joined)
 }
 
-/// Returns the block `generation`: its text between marks.
+/// Renders a block `generation`: its text between marks.
 fn mark(state: &mut State<'_, '_>, arguments: Kwargs) -> Result<Value, minijinja::Error> {
     let caller: Value = arguments.get("caller")?;
     let [open, close] = MARKS;
     Ok(Value::from_safe_string(format!("{open}{}{close}", caller.call(state, &[])?)))
 }
 
-/// Returns the error of a rendering names the template's file alone: a server shows it to its clients.
+/// Returns the error of a rendering. It names the template's file without a folder: a server shows it to its clients.
 fn fault(source: &Source, error: &minijinja::Error, work: u64) -> Error {
     let reason = match error.kind() {
         ErrorKind::OutOfFuel => format!(
@@ -365,8 +367,7 @@ fn fault(source: &Source, error: &minijinja::Error, work: u64) -> Error {
     moh_files::unusable(name, format!("chat template: {reason}")).into()
 }
 
-/// Returns a conversation in which the text of a turn cannot be found; whether it `helps` to train on the last one
-/// alone.
+/// Returns the error of a turn with unknown text. `helps` is whether training on the last message alone would help.
 fn other_beginning(turn: usize, helps: bool) -> Error {
     let more = match helps {
         true => ", or train on the last message alone with --chat-train last",

@@ -1,4 +1,4 @@
-//! Methods and filters of texts that the engine's library lacks, or has with other white space and words than Python's.
+//! Methods and filters of texts that the engine's library lacks, or has with other white space and words than Python.
 
 use std::borrow::Cow;
 
@@ -7,16 +7,16 @@ use minijinja::{Error, State, Value, filters};
 
 use crate::bounds::fault;
 
-/// What ends a line, `\r\n` besides.
+/// Characters that end a line; `\r\n` also ends a line.
 const LINE_ENDS: [char; 10] =
     ['\n', '\r', '\u{b}', '\u{c}', '\u{1c}', '\u{1d}', '\u{1e}', '\u{85}', '\u{2028}', '\u{2029}'];
 
-/// Python's `isspace`.
+/// Returns whether Python's `isspace` is true.
 fn is_space(letter: char) -> bool {
     letter.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&letter)
 }
 
-/// What a method makes of a text; `None` of one that the library has as Python has it.
+/// Calls a method of a text. Returns `None` for methods that the library has as in Python.
 pub(crate) fn method(
     text: &str,
     method: &str,
@@ -59,7 +59,7 @@ fn split(text: &str, from_end: bool, arguments: &[Value]) -> Result<Value, Error
     Ok(parts.into_iter().map(Value::from).collect())
 }
 
-/// Returns the words of a text, from its end on with `from_end`; what follows `count` of them is one part.
+/// Returns the words of a text, from its end with `from_end`. The text after `count` words is one part.
 fn words<'t>(text: &'t str, from_end: bool, count: usize) -> Vec<&'t str> {
     let trimmed = |text: &'t str| match from_end {
         true => text.trim_end_matches(is_space),
@@ -78,7 +78,7 @@ fn words<'t>(text: &'t str, from_end: bool, count: usize) -> Vec<&'t str> {
     words
 }
 
-/// Each run of letters with a case begins with a capital.
+/// Capitalizes each run of letters with a case.
 fn title(text: &str) -> String {
     let (mut written, mut is_within) = (String::with_capacity(text.len()), false);
     for letter in text.chars() {
@@ -112,7 +112,7 @@ fn lines(text: &str, arguments: &[Value]) -> Result<Value, Error> {
     Ok(lines.into())
 }
 
-/// Returns the filter `trim`.
+/// Applies the filter `trim`.
 pub(crate) fn trim(value: StringInput<'_>, letters: Option<Cow<'_, str>>) -> Value {
     match letters {
         None => value.as_str().trim_matches(is_space).into(),
@@ -120,7 +120,7 @@ pub(crate) fn trim(value: StringInput<'_>, letters: Option<Cow<'_, str>>) -> Val
     }
 }
 
-/// Returns the filter `int`: 0 of a text that is no number, as Jinja has it.
+/// Applies the filter `int`. As in Jinja, a text that is not a number is 0.
 pub(crate) fn int(
     state: &State,
     value: Value,

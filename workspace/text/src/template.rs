@@ -13,39 +13,40 @@ use crate::{Renderer, Result, TextTokenizer, generation};
 const TEMPLATE_FILE: &str = "chat_template.jinja";
 /// The directory of further templates, each `NAME.jinja`.
 const NAMED_TEMPLATES: &str = "additional_chat_templates";
-/// The names of the template of conversations with tools, and of all others.
+/// The names of the template of conversations with tools, and of the template of all others.
 const FOR_TOOLS: &str = "tool_use";
 const DEFAULT: &str = "default";
 /// The tokenizer's settings, with the templates if they have no files.
 pub(crate) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const MAX_FILE_BYTES: u64 = 64 << 20;
 
-/// A chat template with the special tokens that it may name, and another one for conversations with tools if there is one.
+/// A chat template with the special tokens that it may name, and optionally another template for conversations with
+/// tools.
 #[derive(Debug)]
 pub struct ChatTemplate {
     pub(crate) default: Source,
     pub(crate) for_tools: Option<Source>,
-    /// `bos_token` and the others by their names.
+    /// Special tokens by name, such as `bos_token`.
     pub(crate) special_tokens: BTreeMap<String, String>,
     blake3: String,
 }
 
 #[derive(Debug)]
 pub(crate) struct Source {
-    /// With the blocks `generation` in terms of Jinja.
+    /// The text with calls in the place of blocks `generation`.
     pub(crate) calls: String,
     text: String,
     pub(crate) has_generation: bool,
     pub(crate) path: PathBuf,
-    /// The words in it, among which are all keys of messages that it names.
+    /// The words of the text, with all keys of messages that it names.
     pub(crate) names: BTreeSet<String>,
-    /// What it reads of messages, once that was tried.
+    /// The form in which the template reads messages, found on first use.
     pub(crate) reads: OnceLock<Reads>,
 }
 
 impl Source {
     fn new(path: PathBuf, text: &str) -> Self {
-        // As Jinja does; the hash is that of the file's bytes.
+        // As Jinja does. The hash is computed from the file's bytes.
         let lines = text.replace("\r\n", "\n").replace('\r', "\n");
         let (calls, has_generation) = generation::as_calls(&lines);
         let words = text.split(|letter: char| !letter.is_alphanumeric() && letter != '_');
@@ -56,9 +57,10 @@ impl Source {
 }
 
 impl ChatTemplate {
-    /// Reads the templates beside a tokenizer, as transformers does: `chat_template.jinja` and those in
-    /// `additional_chat_templates`, or else `chat_template` of `tokenizer_config.json`, a text or templates by their
-    /// names. Conversations with tools are rendered by the one named `tool_use`, if there is one, all others by `default`.
+    /// Reads the templates beside a tokenizer, as transformers does: `chat_template.jinja` and the files in
+    /// `additional_chat_templates`. Without files, reads `chat_template` of `tokenizer_config.json`, a text or
+    /// templates by name. The template `tool_use`, if any, renders conversations with tools. The template `default`
+    /// renders all others.
     pub fn load(tokenizer: &TextTokenizer) -> Result<Self> {
         Self::find(tokenizer)?.ok_or_else(|| {
             let reason = format!(
@@ -69,7 +71,8 @@ impl ChatTemplate {
         })
     }
 
-    /// As [`ChatTemplate::load`]; `None` if there is no template, or none for conversations without tools.
+    /// Reads the templates as [`ChatTemplate::load`]. Returns `None` without a template for conversations without
+    /// tools.
     pub fn find(tokenizer: &TextTokenizer) -> Result<Option<Self>> {
         let directory = parent(tokenizer.path());
         let config = settings(directory)?;
@@ -94,8 +97,8 @@ impl ChatTemplate {
         Ok(default.map(|default| Self::of(default, for_tools, tokens.clone())))
     }
 
-    /// Creates a template of these words, which errors name `path`, with its special tokens by their names, such as
-    /// `bos_token`.
+    /// Creates a template of this text, with its special tokens by name, such as `bos_token`. Errors name the template
+    /// `path`.
     pub fn new(path: PathBuf, text: &str, special_tokens: BTreeMap<String, String>) -> Self {
         Self::of(Source::new(path, text), None, special_tokens)
     }
@@ -115,12 +118,13 @@ impl ChatTemplate {
         Self { default, for_tools, special_tokens, blake3 }
     }
 
-    /// Returns the template of conversations without tools, as its file has it.
+    /// Returns the text of the template of conversations without tools, as in its file.
     pub fn text(&self) -> &str {
         &self.default.text
     }
 
-    /// blake3 of the template, in hexadecimal; with one for tools, of both of them with the byte 255 in between.
+    /// Returns the template's blake3, in hexadecimal. With a template for tools, hashes both with the byte 255 in
+    /// between.
     pub fn blake3(&self) -> &str {
         &self.blake3
     }
@@ -131,7 +135,7 @@ impl ChatTemplate {
     }
 }
 
-/// Returns the settings of a tokenizer; null if there are none.
+/// Reads the settings of a tokenizer; null without a file of settings.
 pub(crate) fn settings(directory: &Path) -> Result<Value> {
     let path = directory.join(TOKENIZER_CONFIG);
     let text = read(&path)?.unwrap_or_else(|| "null".to_owned());
@@ -139,7 +143,7 @@ pub(crate) fn settings(directory: &Path) -> Result<Value> {
     Ok(serde_json::from_str(&text).map_err(fault)?)
 }
 
-/// Returns the text of a file; `None` if it does not exist.
+/// Reads the text of a file. Returns `None` if the file does not exist.
 fn read(path: &Path) -> Result<Option<String>> {
     let bytes = moh_files::read_bounded_if_any(path, MAX_FILE_BYTES, "a file with a template")?;
     if bytes.as_ref().is_some_and(|bytes| bytes.starts_with(GIT_LFS)) {
@@ -148,17 +152,17 @@ fn read(path: &Path) -> Result<Option<String>> {
     Ok(bytes.map(|bytes| moh_files::utf8(path, bytes)).transpose()?)
 }
 
-/// Returns whether a directory has templates, so that those of the settings do not count.
+/// Returns whether a directory has templates, so that the templates of the settings do not count.
 fn has_templates(directory: &Path) -> bool {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     entries.into_iter().any(|entry| entry.path().extension().is_some_and(|end| end == "jinja"))
 }
 
-/// Returns the template of this name: a text is the default.
+/// Returns the template of this name. A text is the default template.
 fn named<'c>(templates: &'c Value, name: &str) -> Option<&'c str> {
     match templates {
         Value::String(text) => (name == DEFAULT).then_some(text.as_str()),
-        // Of a name that comes twice, the last one counts.
+        // If a name occurs twice, the last template counts.
         Value::Array(list) => {
             list.iter().rfind(|template| template["name"] == name)?["template"].as_str()
         }
@@ -184,7 +188,7 @@ mod tests {
         rendered_in(config, file, &[], &Value::Null)
     }
 
-    /// With templates in files of their own, for a conversation with these tools.
+    /// Renders with templates in their own files, for a conversation with these tools.
     fn rendered_in(
         config: &Value,
         file: Option<&str>,
@@ -248,7 +252,7 @@ mod tests {
             "chat_template": "{{ bos_token }}{{ eot_token }}{{ model_max_length }}",
         });
         assert_eq!(rendered(&config, None).unwrap(), "<s></s>");
-        // Those of older tokenizers are in another file.
+        // Older tokenizers have special tokens in another file.
         let dir = tempfile::tempdir().unwrap();
         write_tokenizer(dir.path(), &WORDS);
         let map = dir.path().join("special_tokens_map.json");

@@ -1,13 +1,12 @@
-//! Incremental decoding. One id may be a fraction of a character, and a token's text can depend on
-//! its neighbours. A few ids are therefore decoded together, and only final text is returned. The
-//! concatenated pieces are the decoded text, for every well-formed sequence of ids; ill-formed
-//! bytes never fail and decode as U+FFFD.
+//! Incremental decoding. One id may be a fraction of a character, and a token's text can depend on its neighbours. A
+//! few ids are therefore decoded together, and only final text is returned. The concatenated pieces are the decoded
+//! text, for every well-formed sequence of ids. Ill-formed bytes never fail and decode as U+FFFD.
 
 use std::collections::VecDeque;
 
 use crate::{Result, TextTokenizer};
 
-/// Represents bytes that are not a character, or not yet one.
+/// Represents bytes that are not a character, or not yet a character.
 const REPLACEMENT: char = '\u{fffd}';
 /// Pieces decoded again with each new id, so that the tokenizer has their context. Pieces instead
 /// of ids: a cut inside a character would make the rest of it ill-formed.
@@ -25,7 +24,7 @@ pub struct TextStream<'a> {
     tokenizer: &'a TextTokenizer,
     skip_special: bool,
     ids: Vec<u32>,
-    /// The number of ids of each returned piece; later ids are pending.
+    /// The number of ids of each returned piece. Later ids are pending.
     pieces: VecDeque<usize>,
 }
 
@@ -42,7 +41,7 @@ impl<'a> TextStream<'a> {
         self.advance(false)
     }
 
-    /// Returns the remaining text; an incomplete character at the end decodes as U+FFFD.
+    /// Returns the remaining text. An incomplete character at the end decodes as U+FFFD.
     pub fn finish(mut self) -> Result<String> {
         self.advance(true)
     }

@@ -22,7 +22,7 @@ use crate::{Error, Result, TextStream};
 /// A tokenizer.
 pub struct TextTokenizer {
     inner: Tokenizer,
-    /// Without the bytes.
+    /// Without the bytes of the `tokenizer.json`.
     source: TokenizerSource,
     hash: String,
     /// Computed on first use: it takes a second for the largest vocabularies.
@@ -98,8 +98,8 @@ impl TextTokenizer {
         })
     }
 
-    /// Encodes special tokens that a text names as any other text, instead of as those tokens, if `split`.
-    /// The post-processor adds them in either case. A tokenizer whose configuration says so does it always.
+    /// Encodes special tokens that a text names as any other text, if `split` or if the tokenizer's configuration says
+    /// so. The post-processor adds special tokens in either case.
     pub fn split_special_tokens(mut self, split: bool) -> Self {
         let is_split = split || self.inner.get_encode_special_tokens();
         self.inner.set_encode_special_tokens(is_split);
@@ -126,12 +126,12 @@ impl TextTokenizer {
         self.inner.id_to_token(id)
     }
 
-    /// Returns the `tokenizer.json`.
+    /// Returns the path of the `tokenizer.json`.
     pub fn path(&self) -> &Path {
         &self.source.path
     }
 
-    /// What a user should know of files that disagree, in a sentence each.
+    /// Returns remarks for the user on files that disagree, one sentence each.
     pub fn remarks(&self) -> &[String] {
         &self.source.remarks
     }
@@ -146,13 +146,13 @@ impl TextTokenizer {
         &self.inner
     }
 
-    /// blake3 of the tokenizer, in hexadecimal; see [`TokenizerSource::hash`]. Programs that write a tokenizer again
-    /// change it; its [content](TextTokenizer::content) stays the same.
+    /// Returns the tokenizer's blake3, in hexadecimal; see [`TokenizerSource::hash`]. Programs that write a tokenizer
+    /// again change the hash. Its [content](TextTokenizer::content) stays the same.
     pub fn hash(&self) -> &str {
         &self.hash
     }
 
-    /// What identifies the tokenizer, whatever the bytes of its file.
+    /// Returns the content that identifies the tokenizer, whatever the bytes of its file.
     pub fn content(&self) -> Result<TokenizerContent> {
         match self.content.get() {
             Some(content) => Ok(content.clone()),
@@ -160,7 +160,7 @@ impl TextTokenizer {
         }
     }
 
-    /// As [`TextTokenizer::content`], of this tokenizer's [`TextTokenizer::json`].
+    /// Returns [`TextTokenizer::content`], computed from this tokenizer's [`TextTokenizer::json`].
     pub fn content_of(&self, json: &TokenizerJson) -> TokenizerContent {
         self.content.get_or_init(|| json.content()).clone()
     }
@@ -199,14 +199,13 @@ impl TextTokenizer {
         Ok(ids)
     }
 
-    /// Returns the ids of a text without those that the post-processor adds. Special tokens that the text
-    /// names are encoded.
+    /// Returns the ids of a text without the post-processor's ids. Special tokens that the text names are encoded.
     pub fn encode_without_special_tokens(&self, text: &str) -> Result<Vec<u32>> {
         self.ids(text, false)
     }
 
-    /// As [`TextTokenizer::encode_without_special_tokens`], with the bytes of the text that each id stands for, in
-    /// increasing order; those of a space before a word may be left out.
+    /// Encodes a text as [`TextTokenizer::encode_without_special_tokens`]. Also returns each id's range of bytes in the
+    /// text, in increasing order. A range may omit the space before a word.
     pub fn encode_with_ranges(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
         let encoding = self.call(|| self.inner.encode(text, false))?;
         let ranges = encoding.get_offsets().iter().map(|&(start, end)| start..end);
@@ -218,8 +217,8 @@ impl TextTokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Returns the text of ids; `skip_special` leaves out BOS, EOS and other special tokens. Ids without a
-    /// token, as in a padded vocabulary, decode to nothing.
+    /// Decodes ids. `skip_special` skips BOS, EOS and other special tokens. Ids without a token, as in a padded
+    /// vocabulary, decode to nothing.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         self.call(|| self.inner.decode(ids, skip_special))
     }
@@ -229,13 +228,13 @@ impl TextTokenizer {
         TextStream::new(self, context, skip_special)
     }
 
-    /// UTF-8 bytes of the decoded ids, without special tokens: the divisor of bits per byte, which
-    /// compares models with different vocabularies.
+    /// Counts the UTF-8 bytes of the decoded ids, without special tokens: the divisor of bits per byte, which compares
+    /// models with different vocabularies.
     pub fn decoded_bytes(&self, ids: &[u32]) -> Result<u64> {
         Ok(self.decode(ids, true)?.len() as u64)
     }
 
-    /// Calls the library, whose panics are errors.
+    /// Calls the library. Its panics become errors.
     fn call<T>(&self, work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
         catch_panics(|| work().map_err(|error| error.to_string())).map_err(|it| self.failure(&it))
     }
@@ -254,7 +253,7 @@ impl std::fmt::Debug for TextTokenizer {
     }
 }
 
-/// Refuses a `tokenizer.json` in whose place transformers reads a file for its own version.
+/// Rejects a `tokenizer.json` that transformers replaces by a file for its own version.
 fn refuse_other_file(path: &Path) -> Result<()> {
     let directory = if path.is_dir() { path } else { moh_files::parent(path) };
     let is_chosen = !path.is_dir() && !path.ends_with("tokenizer.json");
@@ -270,7 +269,7 @@ fn refuse_other_file(path: &Path) -> Result<()> {
     Err(moh_files::unusable(&directory.join(TOKENIZER_CONFIG), reason).into())
 }
 
-/// A tokenizer whose model is BPE. The library makes three copies of a model whose kind it does not know.
+/// A tokenizer with a BPE model. The library makes three copies of a model of unknown kind.
 type BpeTokenizer = TokenizerImpl<
     BPE,
     NormalizerWrapper,
@@ -286,8 +285,8 @@ fn parse(bytes: &[u8]) -> Result<Tokenizer, String> {
     })
 }
 
-/// Calls the library, which panics for some contents that its types do not allow, such as a
-/// template with a token that it does not define.
+/// Calls the library. It panics for some contents that its types do not allow, such as a template with an undefined
+/// token.
 fn catch_panics<R>(work: impl FnOnce() -> Result<R, String>) -> Result<R, String> {
     // After a panic the tokenizer is dropped, so nothing sees its state.
     quietly(work).unwrap_or_else(|| Err("its content contradicts itself".to_owned()))
@@ -303,8 +302,8 @@ const BUILDERS: &str = "Albert Barthez Bert BigBird Blenderbot Camembert CLIP Co
 const OF_PARTS: [&str; 5] =
     ["prepend_scheme", "split", "individual_digits", "add_prefix_space", "use_regex"];
 
-/// What a user should know if transformers 5 builds a tokenizer's parts by its class instead of from `tokenizer.json`, and
-/// others (`models/*/tokenization_*.py`, and `AutoTokenizer` for Llama with bytes).
+/// Returns a remark for the user if transformers 5 builds other parts by a tokenizer's class than `tokenizer.json` has
+/// (`models/*/tokenization_*.py`, and `AutoTokenizer` for Llama with bytes).
 fn remark_of_class(
     class: &str,
     tokenizer: &Tokenizer,
@@ -352,7 +351,7 @@ fn remark_of_class(
     ))
 }
 
-/// Returns the parts of a normalizer or pre-tokenizer with what changes ids, one after the other.
+/// Returns the parts of a normalizer or pre-tokenizer in order, each with the settings that change ids.
 fn parts_of(component: &serde_json::Value) -> Vec<String> {
     let parts =
         ["normalizers", "pretokenizers"].into_iter().find_map(|name| component[name].as_array());

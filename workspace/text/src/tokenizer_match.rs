@@ -1,12 +1,11 @@
-//! Whether a tokenizer is the one that a token file was prepared with: the same bytes, the same content, or,
-//! on request, another one that gives the same ids on a sample of the file.
+//! Checks whether a tokenizer is the tokenizer of a token file: the same bytes, or the same content. On request,
+//! another tokenizer is accepted if it gives the same ids on a sample of the file.
 //!
-//! The sample is [`PIECES`] pieces, evenly spaced in the file, of up to [`PIECE_TOKENS`] tokens of one document.
-//! Of each, the longest stretch without special tokens is decoded and encoded again, and its ids must be among
-//! those of the encoding, one after the other. Where the stretch does not begin or end with its document, the
-//! [`CUT_TOKENS`] ids at that end do not count: a cut through a word changes how it is divided. A tokenizer that
-//! has the same tokens under other ids could pass, so the text of the file's first [`BEGINNING_TOKENS`] tokens must
-//! be the recorded one too.
+//! The sample is [`PIECES`] pieces, evenly spaced in the file, of up to [`PIECE_TOKENS`] tokens of one document. The
+//! longest stretch of a piece without special tokens is decoded and encoded again. The new ids must contain the ids of
+//! the stretch in one run. If the stretch does not start or end with its document, the [`CUT_TOKENS`] ids at that end
+//! do not count: a cut through a word changes its ids. A tokenizer that has the same tokens under other ids could pass,
+//! so the text of the file's first [`BEGINNING_TOKENS`] tokens must also be the recorded text.
 
 use std::ops::Range;
 
@@ -21,12 +20,12 @@ const CUT_TOKENS: usize = 128;
 const SHOWN_CHARACTERS: usize = 40;
 
 impl TextTokenizer {
-    /// Checks that a token file records no other tokenizer. With `allow_other`, another one is accepted if
-    /// it gives the same ids on a sample of the file: evenly spaced pieces, decoded and encoded again.
+    /// Checks that a token file records no other tokenizer. With `allow_other`, another tokenizer is accepted if it
+    /// gives the same ids on a sample of the file: evenly spaced pieces, decoded and encoded again.
     ///
     /// # Errors
-    /// Fails if another tokenizer is recorded, or, with `allow_other`, gives other ids; without a record the
-    /// check passes.
+    /// Fails if another tokenizer is recorded, or, with `allow_other`, if this tokenizer gives other ids. Without a
+    /// record the check passes.
     pub fn check_file(&self, file: &TokenFile, allow_other: bool) -> Result<TokenizerMatch> {
         let content = || self.content();
         let difference = match file.compare_tokenizer(self.hash(), self.vocab_size(), content)? {
@@ -59,7 +58,7 @@ impl TextTokenizer {
         let mut compared = 0;
         let pieces = PIECES.min(file.num_tokens());
         for piece in 0..pieces {
-            // Below the number of tokens; the product fits 128 bits.
+            // Below the number of tokens. The product fits 128 bits.
             let start =
                 (u128::from(file.num_tokens()) * u128::from(piece) / u128::from(pieces)) as u64;
             compared += self.check_piece(file, start)?;
@@ -70,8 +69,8 @@ impl TextTokenizer {
         Ok(())
     }
 
-    /// Checks the piece that begins with the token at `start`, or with its document if that is close, and returns
-    /// the number of ids that were compared.
+    /// Checks the piece that starts with the token at `start`, or with its document if the document starts close
+    /// before. Returns the number of compared ids.
     fn check_piece(&self, file: &TokenFile, start: u64) -> Result<usize> {
         let number = file.documents_of(start..start + 1)?.start;
         let document = file.document(number)?;
@@ -113,7 +112,7 @@ impl TextTokenizer {
     }
 }
 
-/// blake3 of the text of a file's first tokens, in hexadecimal.
+/// Returns the blake3 of the text of a file's first tokens, in hexadecimal.
 pub fn beginning_blake3(tokenizer: &TextTokenizer, tokens: &[u32]) -> Result<String> {
     Ok(blake3::hash(tokenizer.decode(tokens, false)?.as_bytes()).to_hex().to_string())
 }

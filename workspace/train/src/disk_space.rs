@@ -1,5 +1,5 @@
-//! Whether a run's checkpoints and its export have room on the file system of its directory: asked before
-//! the first step, rather than found out after days.
+//! Checks that a run's checkpoints and its export have room on the file system of its directory, before the first step
+//! and not after days.
 
 use std::io;
 use std::path::Path;
@@ -12,21 +12,23 @@ use moh_recipe::Recipe;
 
 use crate::{Error, ModelSource, Result};
 
-/// The bytes that can be written on the file system of a path; `None` where it does not say so.
+/// A function that returns the bytes that can be written on a path's file system, or `None` if the file system does not
+/// report them.
 pub type FreeSpace = fn(&Path) -> io::Result<Option<u64>>;
 
-/// Bytes of a tensor's entries beside its values, but for its name: in the header of three files, with its
-/// three hashes in the part, and in the manifest.
+/// Bytes of a tensor's entries besides its values and its name: in the header of three files, in the part with its
+/// three hashes, and in the manifest.
 const TENSOR_ENTRY_BYTES: u64 = 640;
-/// How often its name is written.
+/// The number of times that a tensor's name is written.
 const TENSOR_NAMES: u64 = 5;
 /// Bytes of a manifest's state and configuration, and of each rank's entries.
 const MANIFEST_BYTES: u64 = 4 << 10;
 /// Bytes of the Python code and the card of a Mixture-of-Head model, and of its configuration.
 const DESCRIPTION_BYTES: u64 = 32 << 10;
 
-/// Returns the bytes that a user can still write on the file system of `path`. `None` if the system does not say,
-/// or says nonsense: no room at all, as some network file systems do, or more room than there is in all.
+/// Returns the bytes that a user can still write on the file system of `path`. Returns `None` if the system does not
+/// report them, or reports an implausible number: no room at all, as some network file systems do, or more than the
+/// total room.
 pub fn free_space(path: &Path) -> io::Result<Option<u64>> {
     #[cfg(target_os = "linux")]
     {
@@ -45,15 +47,15 @@ pub fn free_space(path: &Path) -> io::Result<Option<u64>> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Needs {
     checkpoint: u64,
-    /// The most checkpoints at one time: those that are kept, and one that is written before an older one is
+    /// The most checkpoints at one time: the kept checkpoints, and a new checkpoint before an older checkpoint is
     /// removed.
     num_checkpoints: u64,
     export: u64,
 }
 
 impl Needs {
-    /// Of `recipe` on a model with its grown vocabulary, which `ranks` ranks train; an export copies
-    /// `companions` bytes.
+    /// Computes the needs of `recipe` on `ranks` ranks. `model` has its grown vocabulary. An export copies `companions`
+    /// bytes.
     fn new(recipe: &Recipe, model: &ModelConfig, ranks: usize, companions: u64) -> Self {
         let largest = with_all_matrices(recipe, model);
         let DiskBytes { checkpoint, export, .. } = DiskBytes::new(recipe, &largest);
@@ -69,8 +71,8 @@ impl Needs {
         }
     }
 
-    /// Returns the bytes that are written beside `existing` bytes of checkpoints, which newer ones replace. An
-    /// earlier export stays until the new one is complete.
+    /// Returns the bytes that are written besides `existing` bytes of checkpoints, which newer checkpoints replace. An
+    /// earlier export stays until the new export is complete.
     fn beside(&self, existing: u64) -> u64 {
         let checkpoints = self.checkpoint.saturating_mul(self.num_checkpoints);
         checkpoints.saturating_sub(existing).saturating_add(self.export)
@@ -94,9 +96,8 @@ fn most_checkpoints(recipe: &Recipe) -> u64 {
     kept.min(steps.checked_div(every_steps).unwrap_or(0).saturating_add(ends.count() as u64))
 }
 
-/// Fails if the rest of a run does not fit on the file system of its directory; returns a warning if the
-/// file system does not say how much room it has. `resume_step` is the step from which the run was asked to
-/// resume. The caller has locked the directory.
+/// Fails if the rest of a run does not fit on the file system of its directory. Returns a warning if the file system
+/// does not report its room. `resume_step` is the requested step to resume from. The caller has locked the directory.
 pub(crate) fn check(
     run: &RunDirectory,
     resume_step: Option<u64>,
@@ -166,7 +167,7 @@ mod tests {
         for stage in &mut recipe.stages {
             (stage.batch_tokens, stage.tokens) = (10, 250);
         }
-        // Of 50 steps, with stages that end after 25 and 50.
+        // A run of 50 steps, with stages that end after 25 and 50.
         let mut most = |every_steps, every_minutes, keep, keep_every| {
             recipe.checkpoint =
                 moh_recipe::CheckpointOptions { every_steps, every_minutes, keep, keep_every };
@@ -193,7 +194,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         assert!(free_space(dir.path()).unwrap() > Some(0));
         assert!(free_space(&dir.path().join("none")).is_err());
-        // Without blocks.
+        // `/proc` has no blocks.
         assert_eq!(free_space(Path::new("/proc")).unwrap(), None);
     }
 }

@@ -1,9 +1,9 @@
 //! The errors of this crate.
 
-/// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
+/// An error of this crate. Its message is one sentence with the problem, its place and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file or directory could not be read or written, or the run cannot go on with it.
+    /// A file or directory could not be read or written, or the run cannot continue with it.
     #[error(transparent)]
     File(#[from] moh_files::FileError),
     /// A variant of a comparison, or this build of the program, cannot be used.
@@ -16,7 +16,7 @@ pub enum Error {
         needed: u64,
         /// The bytes of one checkpoint.
         checkpoint: u64,
-        /// The sentence.
+        /// The message.
         message: String,
     },
     /// The run directory cannot be used, or a checkpoint or a log of the run is missing or damaged, or cannot be
@@ -26,7 +26,7 @@ pub enum Error {
     /// The training data cannot be opened.
     #[error(transparent)]
     Plan(#[from] moh_plan::Error),
-    /// A step failed, or another rank.
+    /// A step or another rank failed.
     #[error(transparent)]
     Step(#[from] moh_step::Error),
     /// A recipe is invalid, or its model differs from it.
@@ -49,7 +49,7 @@ pub enum Error {
     Hf(#[from] moh_hf::Error),
 }
 
-/// An error of another rank is [`Error::Step`], wherever it was met.
+/// Another rank's error is [`Error::Step`], wherever it occurred.
 impl From<moh_checkpoint::Error> for Error {
     fn from(error: moh_checkpoint::Error) -> Self {
         match error {

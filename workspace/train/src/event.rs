@@ -19,14 +19,14 @@ pub enum Event<'a> {
         /// The damage.
         error: &'a moh_checkpoint::Error,
     },
-    /// The run resumes from an earlier checkpoint, and this later one has been moved aside.
+    /// The run resumes from an earlier checkpoint, and this later checkpoint has been moved aside.
     LaterCheckpoint {
         /// Its new path.
         path: &'a Path,
     },
-    /// A stage is longer than before from here on.
+    /// A stage is longer than before, from a step on.
     StageExtended {
-        /// The step from which it is, and its tokens before and after.
+        /// The step from which the stage is longer, and its tokens before and after.
         extension: &'a StageExtension,
     },
     /// A fact about the run that its user should know, such as a checkpoint that could not be written.
@@ -48,7 +48,7 @@ pub enum Event<'a> {
         /// Tokens of the file.
         total: u64,
     },
-    /// The token files of the run, once.
+    /// The token files of the run; sent once.
     Sources(&'a [SourceEpochs]),
     /// A stage starts, or is resumed.
     Stage {
@@ -94,7 +94,7 @@ pub enum Event<'a> {
         /// Layers in total.
         total: u64,
     },
-    /// A model was calibrated, or takes the result of a calibration of before.
+    /// A model was calibrated, or uses the result of an earlier calibration.
     Calibrated(&'a StageCalibration),
     /// The progress of an evaluation.
     Evaluating {
@@ -110,8 +110,7 @@ pub enum Event<'a> {
         /// Query heads of the model.
         heads: usize,
     },
-    /// A checkpoint is complete. It was written while training went on, so that later steps may have
-    /// been reported before.
+    /// A checkpoint is complete. It was written while training continued, so later steps may have been reported before.
     Checkpoint {
         /// Its directory.
         path: &'a Path,
@@ -129,8 +128,8 @@ pub enum Outcome {
     Finished(Summary),
     /// The run had already finished.
     AlreadyFinished(Summary),
-    /// The run was asked to stop before its first step, or while its inputs were checked: what it had stays
-    /// as it was.
+    /// The run was asked to stop before its first step, or while its inputs were checked. Earlier checkpoints are
+    /// unchanged.
     StoppedBeforeTraining,
     /// The run was asked to stop and wrote a checkpoint.
     Stopped {

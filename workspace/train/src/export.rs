@@ -15,11 +15,11 @@ use crate::{Error, ModelSource, Result, model_card};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Exported {
     Complete,
-    /// The run was asked to stop; nothing is written.
+    /// The run was asked to stop. Nothing is written.
     Stopped,
 }
 
-/// Why an export ended early.
+/// The reason that an export ended early.
 enum Ended {
     Stopped,
     Failed(Error),
@@ -31,10 +31,9 @@ impl<E: Into<Error>> From<E> for Ended {
     }
 }
 
-/// Writes the model to the run's `export/`, in its training dtype, with the tokenizer and
-/// generation files of the source model, and a card of the training. Replaces an older export once the new
-/// one is complete. Tensors of other ranks are read from the last checkpoint. `go_on` is asked before each
-/// tensor.
+/// Writes the model to the run's `export/`, in its training dtype. Adds the source model's tokenizer and generation
+/// files, and a card of the training. Replaces an older export once the new one is complete. Tensors of other ranks are
+/// read from the last checkpoint. Calls `go_on` before each tensor.
 pub(crate) fn write<B: Backend, T: Element>(
     run: &RunDirectory,
     source: &ModelSource,
@@ -88,8 +87,8 @@ pub(crate) fn write<B: Backend, T: Element>(
     }
 }
 
-/// Renames an export that the next one may not replace, because it holds other files than a model directory's.
-/// Returns the new path.
+/// Renames an export that has other files than a model directory's, which the next export may not replace. Returns the
+/// new path.
 pub(crate) fn keep_foreign(run: &RunDirectory, step: u64) -> Result<Option<PathBuf>> {
     let place = run.export();
     if check_destination(&place, true).is_ok() {
@@ -109,7 +108,7 @@ fn stored_values(stored: &StoredCheckpoint, path: &Path, spec: &TensorSpec) -> R
     Ok(values)
 }
 
-/// Returns the elements of a tensor of a whole model; none of a tensor that it does not have.
+/// Returns the elements of a tensor of a whole model; an empty list for a tensor that the model does not have.
 fn own_values<B: Backend, T: Element>(model: &Model<B, T>, spec: &TensorSpec) -> Result<Vec<f32>> {
     let mut segments = model.layout().segments();
     match segments.find(|(_, segment)| segment.name == spec.name) {

@@ -1,4 +1,4 @@
-//! The model card of a run's model: what its source says of itself, its stages and its losses.
+//! The model card of a run's model: its source's card, its stages and its losses.
 
 use std::borrow::Cow;
 use std::fmt::Write;
@@ -20,7 +20,7 @@ pub fn of_run(run: &RunDirectory, step: u64) -> Result<ModelCard> {
     Ok(trained(&of_kept(&recipe, &run.model())?, &recipe, &stored.manifest().state))
 }
 
-/// Describes the model that `recipe` starts from, by what a run keeps of it in the directory `kept`.
+/// Describes the model that `recipe` starts from, by the files that a run keeps in the directory `kept`.
 pub(crate) fn of_kept(recipe: &Recipe, kept: &Path) -> Result<ModelCard> {
     Ok(match &recipe.model.from {
         Some(from) => ModelCard::of_source(Path::new(from), kept)?,
@@ -54,7 +54,7 @@ pub(crate) fn trained(source: &ModelCard, recipe: &Recipe, state: &RunState) -> 
     card
 }
 
-/// What a calibration has chosen.
+/// Describes a calibration.
 fn calibration(found: &StageCalibration) -> String {
     let StageCalibration { stage, tokens, held_out_tokens, loss_dense, loss, refit, .. } = found;
     let refitted = match refit {
@@ -65,7 +65,7 @@ fn calibration(found: &StageCalibration) -> String {
         false => "",
     };
     let held_out = match held_out_tokens {
-        // Of versions that measured the loss on all of them.
+        // Earlier versions measured the loss on all tokens.
         0 => " On these tokens".to_owned(),
         tokens => format!(" On {} of them, which nothing was fitted to,", group_digits(*tokens)),
     };
@@ -80,7 +80,7 @@ fn calibration(found: &StageCalibration) -> String {
     )
 }
 
-/// What a stage has learned of a teacher, if it has one.
+/// Describes a stage's teacher, if it has one.
 fn teacher(stage: &Stage) -> Option<String> {
     let options = stage.distill.as_ref()?;
     let DistillOptions { teacher, weight, cross_entropy, temperature, .. } = options;

@@ -11,11 +11,10 @@ use moh_step::Ranks;
 
 use crate::Result;
 
-/// Opens the device of `recipe`; on a machine with several GPUs, the one with this process's local
-/// rank.
+/// Opens the device of `recipe`. On a machine with several GPUs, opens the GPU of this process's local rank.
 ///
 /// # Errors
-/// Fails if this build or this machine has no such device; the message names the recipe `path`.
+/// Fails if this build or this machine has no such device. The message names the recipe `path`.
 pub fn open_device(recipe: &Recipe, path: &Path, local_rank: usize) -> Result<OpenDevice> {
     match recipe.run.device {
         DeviceKind::Cpu => Ok(OpenDevice::Cpu),
@@ -44,8 +43,8 @@ fn buffers(device: &OpenDevice) -> Result<Buffers> {
     }
 }
 
-/// Connects to the other processes of this job. All of them must run this program with these recipes;
-/// this function sets the fingerprint of `options` that checks it.
+/// Connects to the other processes of this job. All processes must run this program with these recipes: this function
+/// sets the fingerprint of `options` to check this.
 ///
 /// # Errors
 /// Fails if a rank does not connect or was started differently, or if this build cannot connect the
@@ -63,8 +62,8 @@ pub fn connect(
     Ok(World::connect(launch, buffers, WorldOptions { fingerprint, ..options })?)
 }
 
-/// Returns the text of the first rank that has one, on all ranks of `world`, which call this together; empty if
-/// none has.
+/// Returns the text of the first rank that has a text, on all ranks of `world`, or an empty text. All ranks call this
+/// together.
 pub fn share_text(device: &OpenDevice, world: &World, text: Option<String>) -> Result<String> {
     struct Share<'a>(&'a World, Option<Vec<u8>>);
 
@@ -77,7 +76,7 @@ pub fn share_text(device: &OpenDevice, world: &World, text: Option<String>) -> R
     }
 
     let shared = device.clone().run(Share(world, text.map(String::into_bytes)))?;
-    // It was UTF-8 where it came from.
+    // The text was UTF-8 on the rank that sent it.
     Ok(String::from_utf8_lossy(&shared.unwrap_or_default()).into_owned())
 }
 

@@ -6,8 +6,8 @@ use moh_kernels::{Backend, ElementType};
 use moh_model::ModelConfig;
 use moh_recipe::{Recipe, Stage};
 
-/// Peak rates of dense bf16 matrix products in TFLOP/s, from NVIDIA's data sheets, rounded as in
-/// torchtitan. The first whose words are all in the device's name counts.
+/// Peak rates of dense bf16 matrix products in TFLOP/s, from NVIDIA's data sheets, rounded as in torchtitan. The first
+/// entry with all its words in the device's name counts.
 const PEAKS: [(&[&str], f64); 8] = [
     (&["GB200"], 2500.0),
     (&["B200"], 2250.0),
@@ -19,7 +19,7 @@ const PEAKS: [(&[&str], f64); 8] = [
     (&["A100"], 312.0),
 ];
 
-/// What the rates of a stage's steps follow from.
+/// The numbers from which the rates of a stage's steps are computed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Rates {
     /// Model FLOPs of a step on each rank.
@@ -29,8 +29,8 @@ pub(crate) struct Rates {
 }
 
 impl Rates {
-    /// Returns the rates of the steps of `stage`, whose attention `model` has, on `ranks` ranks; a teacher's forward
-    /// pass counts.
+    /// Returns the rates of the steps of `stage` on `ranks` ranks. `model` has the stage's attention. A teacher's
+    /// forward pass counts.
     pub(crate) fn new<B: Backend>(
         recipe: &Recipe,
         stage: &Stage,

@@ -24,8 +24,7 @@ pub(crate) struct ValidationText {
     /// Its key in the recipe.
     pub key: String,
     pub windows: Windows,
-    /// What was evaluated of it: its content is known once the run's inputs are settled, its targets after an
-    /// evaluation.
+    /// The evaluated text: its content is known once the run's inputs are settled, its targets after an evaluation.
     pub evaluated: EvaluatedText,
 }
 
@@ -47,7 +46,7 @@ impl ReadSample for SampleReader<'_> {
     }
 
     fn trained_targets(&self, samples: Range<u64>) -> Result<Option<u64>, moh_step::Error> {
-        // Those of the next step are read while this one is computed.
+        // The masks of the next step are read while this step is computed.
         let next = samples.end..samples.end.saturating_add(samples.end - samples.start);
         self.0.read_masks_ahead(next);
         self.0.trained_targets(samples).map_err(moh_step::Error::samples)
@@ -66,9 +65,9 @@ pub(crate) struct RunData {
     pub training_files: Vec<(String, Arc<TokenFile>)>,
     /// The validation sets, in the recipe's order.
     pub validation: Vec<ValidationText>,
-    /// What counts the bytes of targets; `None` if the model has no tokenizer, or one that decodes otherwise.
+    /// Counts the bytes of targets; `None` if the model has no tokenizer, or a tokenizer with an unknown decoder.
     pub decoder: Option<TokenDecoder>,
-    /// What a user should know of the tokenizer, and of its match with the token files.
+    /// Remarks for the user on the tokenizer, and on its match with the token files.
     pub tokenizer_remarks: Vec<String>,
 }
 
@@ -97,7 +96,7 @@ impl RunData {
         Ok(data)
     }
 
-    /// Compares the tokenizer with that of each token file, and returns what a user should know of it.
+    /// Compares the tokenizer with the tokenizer of each token file. Returns remarks for the user.
     fn check_tokenizer(&self, tokenizer: &TokenizerFile) -> Result<Vec<String>> {
         let mut files: BTreeMap<TokenizerMatch, BTreeSet<&Path>> = BTreeMap::new();
         let mut others: BTreeMap<&Path, String> = BTreeMap::new();
@@ -133,12 +132,12 @@ impl RunData {
         Ok(remarks.collect())
     }
 
-    /// Reads the samples of the stage `index`.
+    /// Returns a reader of the samples of stage `index`.
     pub(crate) fn sample_reader(&self, index: usize) -> impl ReadSample + Send {
         SampleReader(&self.training[index])
     }
 
-    /// All token files, with their keys in the recipe: those of training before those of validation.
+    /// Returns all token files with their keys in the recipe, training files first.
     pub(crate) fn token_files(&self) -> Vec<(String, &TokenFile)> {
         let sources = self.training_files.iter().map(|(key, file)| (key.clone(), &**file));
         let validation = self.validation.iter();
@@ -147,7 +146,7 @@ impl RunData {
     }
 
     pub(crate) fn training_windows(&self, recipe: &Recipe, vocab_size: usize) -> Result<Windows> {
-        // A stage has a source at least.
+        // A stage has at least one source.
         let prefix = self.training_files.first().map_or(Path::new(""), |(_, file)| file.prefix());
         open_windows(prefix, recipe, vocab_size)
     }

@@ -25,7 +25,7 @@ pub struct ModelSource {
     config_file: ConfigFile,
     /// The configuration with which training starts.
     pub(crate) config: ModelConfig,
-    /// The rows of the vocabulary, from the first on, that are the stored model's tokens; all rows of a new model.
+    /// The number of first rows of the vocabulary that are the stored model's tokens; all rows of a new model.
     pub(crate) kept_rows: usize,
     weights: Weights,
     tensors: HashSet<String>,
@@ -34,7 +34,7 @@ pub struct ModelSource {
     pub(crate) first_tokenizer: Option<PathBuf>,
     /// The model's directory, from which an export copies files.
     pub(crate) directory: Option<PathBuf>,
-    /// The card of a model that is made from this one.
+    /// The card of a model that is made from this model.
     pub(crate) card: ModelCard,
     warning: Option<String>,
 }
@@ -42,14 +42,14 @@ pub struct ModelSource {
 /// Weights on a disk.
 pub(crate) enum StoredWeights {
     Files(WeightFiles),
-    /// Those of a run, with its moments.
+    /// Weights of a run, with its moments.
     Checkpoint(Box<StoredCheckpoint>),
-    /// Those of an export of a run, which has this type. There are no moments.
+    /// Weights of a run's export, which has this type. There are no moments.
     Exported(Box<StoredCheckpoint>, DType),
 }
 
 impl StoredWeights {
-    /// What tells them from others.
+    /// Returns the identity of the weights.
     pub(crate) fn identity(&self) -> String {
         match self {
             StoredWeights::Files(files) => files.sample().to_hex().to_string(),
@@ -72,18 +72,18 @@ enum Weights {
     Fresh {
         seed: u64,
     },
-    /// With the moments of another run on request.
+    /// Stored weights, with another run's moments on request.
     Stored {
         weights: StoredWeights,
         moments: bool,
     },
-    /// Those of a run that resumes, which come from its checkpoint.
+    /// A run that resumes reads its weights from its checkpoint.
     NotKept {
         recipe: PathBuf,
     },
 }
 
-/// Where the model's weights come from, unless they are new.
+/// The source of the model's weights, unless they are new.
 enum WeightsFrom {
     Files,
     Checkpoint(CheckpointName),
@@ -92,8 +92,8 @@ enum WeightsFrom {
 }
 
 impl ModelSource {
-    /// Opens the model of `recipe`; `directory` is its `from` on this machine, if that is not a run. A
-    /// run must have a step.
+    /// Opens the model of `recipe`. If `model.from` is a run, it must have a step. Otherwise `directory` is its
+    /// directory on this machine.
     ///
     /// # Errors
     /// Fails if files are missing or invalid, or differ from the recipe's description of the model.
@@ -110,7 +110,7 @@ impl ModelSource {
         Self::from_parts(recipe, path, Some(&kept), tokenizer, WeightsFrom::Checkpoint(name))
     }
 
-    /// Opens what a run keeps of the model of `recipe` in the directory `kept`, without its weights.
+    /// Opens the model of `recipe` from the files that a run keeps in the directory `kept`, without weights.
     pub(crate) fn open_kept(recipe: &Recipe, path: &Path, kept: &Path) -> Result<Self> {
         let directory = recipe.model.from.is_some().then_some(kept);
         let tokenizer = recipe.model.tokenizer.as_ref().map(|_| kept.join(TOKENIZER));
@@ -164,7 +164,7 @@ impl ModelSource {
         config.vocab_size = recipe.model.padded_vocabulary(rows);
         match (&weights, &first_tokenizer, &tokenizer) {
             (Weights::Fresh { .. }, ..) => kept_rows = config.vocab_size,
-            // Of an earlier version, whose runs took over larger vocabularies.
+            // A run of an earlier version, which could adopt a larger vocabulary.
             (Weights::NotKept { .. }, Some(old), Some(new)) if old != new => {
                 let (old, new) = (TokenizerFile::load(old)?, TokenizerFile::load(new)?);
                 kept_rows = new.kept_rows(&old, rows);
@@ -203,7 +203,7 @@ impl ModelSource {
             let ours = &self.config_file.config;
             let shape_of = |c: &ModelConfig| {
                 let heads = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
-                // With a size of its own in the recipe, that of the described model is another one.
+                // If the recipe sets a size, the described model's size may differ.
                 let rows = recipe.model.vocab_size.is_none().then_some(c.vocab_size);
                 let widths = (c.hidden_size, c.intermediate_size, rows);
                 (heads, widths, c.num_hidden_layers, c.tie_word_embeddings)
@@ -216,12 +216,12 @@ impl ModelSource {
         Ok(())
     }
 
-    /// The configuration before the vocabulary is padded, which the recipe is checked against.
+    /// Returns the configuration before the vocabulary is padded. The recipe is checked against it.
     pub(crate) fn original_config(&self) -> &ModelConfig {
         &self.config_file.config
     }
 
-    /// What a user should know about the model's files, in a sentence.
+    /// Returns a warning about the model's files, in one sentence.
     pub fn warning(&self) -> Option<&str> {
         self.warning.as_deref()
     }
@@ -231,7 +231,7 @@ impl ModelSource {
         &self.config_file
     }
 
-    /// Returns the fields of `config.json` of the model that a run of `recipe` has in this state.
+    /// Returns the fields of `config.json` for the model of a run of `recipe` in this state.
     pub(crate) fn fields(
         &self,
         recipe: &Recipe,
@@ -252,7 +252,7 @@ impl ModelSource {
         Ok(self.tokenizer_directory.as_deref().map(TokenizerFile::load).transpose()?)
     }
 
-    /// Returns the tokenizer and generation files that an export has.
+    /// Returns the tokenizer and generation files that an export copies.
     pub(crate) fn companions(&self) -> Result<Vec<PathBuf>> {
         let tokenizer = self.tokenizer_directory.as_deref();
         // A run without a tokenizer keeps no files.
@@ -265,7 +265,7 @@ impl ModelSource {
         })
     }
 
-    /// What tells the weights that are read from others; `None` if they are new, or are not read.
+    /// Returns the identity of the weights; `None` if they are new or not read.
     pub(crate) fn identity(&self) -> Option<String> {
         match &self.weights {
             Weights::Stored { weights, .. } => Some(weights.identity()),
@@ -273,12 +273,12 @@ impl ModelSource {
         }
     }
 
-    /// Returns whether the weights are another run's: f32, whatever `run.dtype` is.
+    /// Returns whether the weights are another run's, which are f32 for any `run.dtype`.
     pub(crate) fn is_checkpoint(&self) -> bool {
         matches!(self.weights, Weights::Stored { weights: StoredWeights::Checkpoint(_), .. })
     }
 
-    /// Optimiser steps that the moments contain; 0 if they begin at zero.
+    /// Returns the optimiser steps that the moments contain; 0 if the moments start at zero.
     pub(crate) fn moment_steps(&self) -> u64 {
         match &self.weights {
             Weights::Stored { weights: StoredWeights::Checkpoint(stored), moments: true } => {
@@ -288,7 +288,7 @@ impl ModelSource {
         }
     }
 
-    /// Returns whether the model has a tensor, or goes on with its moments.
+    /// Returns whether the source has this tensor, or its moments.
     fn has(&self, kind: TensorKind, tensor: &str) -> bool {
         let has_moments = matches!(self.weights, Weights::Stored { moments: true, .. });
         (kind == TensorKind::Weight || has_moments) && self.tensors.contains(tensor)
@@ -299,8 +299,9 @@ impl ModelSource {
         self.fill_state(TensorKind::Weight, segment, values)
     }
 
-    /// Fills one tensor, or its moments, with the initial elements. Rows that pad a stored model's vocabulary are the mean
-    /// of the others, with zero moments. A tensor that the model does not have, which a later stage adds, begins as zeros.
+    /// Fills one tensor, or its moments, with the initial elements. Rows that pad a stored model's vocabulary are the
+    /// mean of the other rows, with zero moments. A tensor that the model lacks, because a later stage adds it, is
+    /// filled with zeros.
     pub(crate) fn fill_state(
         &self,
         kind: TensorKind,
@@ -324,7 +325,7 @@ impl ModelSource {
         Ok(())
     }
 
-    /// Returns whether a tensor has more rows than the stored model's.
+    /// Returns whether a tensor has more rows than in the stored model.
     fn is_padded(&self, tensor: &str) -> bool {
         let is_stored = !matches!(self.weights, Weights::Fresh { .. });
         is_stored
@@ -332,7 +333,7 @@ impl ModelSource {
             && self.config.vocab_size > self.config_file.config.vocab_size
     }
 
-    /// Fills elements of a tensor, or of its moments: a range of those of its slice on this rank.
+    /// Fills a range of this rank's slice of a tensor, or of its moments.
     pub(crate) fn fill_part(
         &self,
         kind: TensorKind,
@@ -403,17 +404,17 @@ pub(crate) fn is_own_run(run: &RunDirectory, recipe: &Recipe) -> bool {
     same(run.root()).is_some_and(|from| Some(from) == same(&recipe.run.dir))
 }
 
-/// What tells a checkpoint's tensors from others.
+/// Returns the identity of a checkpoint's tensors.
 pub fn parts_identity(stored: &StoredCheckpoint) -> String {
     let mut hasher = blake3::Hasher::new();
     for part in &stored.manifest().parts {
-        // Its shards' hashes are in it.
+        // A part's hash covers the hashes of its shards.
         hasher.update(part.blake3.as_bytes());
     }
     hasher.finalize().to_hex().to_string()
 }
 
-/// Refuses keys that do not fit a model that is a run, or one that is not.
+/// Rejects `model.moments` without a run, and `model.revision` with a run.
 fn check_run_keys(recipe: &Recipe, path: &Path, is_run: bool) -> Result<()> {
     let model = &recipe.model;
     if model.moments && !is_run {
@@ -427,7 +428,8 @@ fn check_run_keys(recipe: &Recipe, path: &Path, is_run: bool) -> Result<()> {
     Ok(())
 }
 
-/// Refuses to take over a tokenizer's vocabulary, whose new rows the library of tokenizers spells.
+/// Rejects `model.tokenizer` with `model.from`: only `moh-convert` adopts another vocabulary, because the library of
+/// tokenizers spells its new rows.
 fn refuse_growth(model: &ModelOptions, path: &Path) -> Result<()> {
     let (Some(from), Some(tokenizer)) = (&model.from, &model.tokenizer) else { return Ok(()) };
     let word = |text: &str| shell::shell_word(text);
@@ -446,8 +448,8 @@ fn refuse_growth(model: &ModelOptions, path: &Path) -> Result<()> {
     Err(differs(path, "model.tokenizer", reason))
 }
 
-/// Fills the rows of `padding` with the mean of the rows of `stored`, of `width` elements. It is accumulated in f64 in the
-/// order of the rows, so that it is the same on every machine.
+/// Fills the rows of `padding` with the mean of the rows of `stored`, of `width` elements. The mean is accumulated in
+/// f64 in row order, so that it is the same on every machine.
 fn pad_with_mean(stored: &[f32], padding: &mut [f32], width: usize) {
     if padding.is_empty() {
         return;
@@ -470,8 +472,8 @@ pub(crate) fn differs(path: &Path, key: &str, reason: String) -> Error {
     moh_recipe::Error::at_key(path, key, reason).into()
 }
 
-/// Gives a new model the special tokens of its tokenizer that its recipe leaves out, so that generation
-/// from an export ends where the tokenizer says.
+/// Sets a new model's special tokens from its tokenizer where the recipe omits them, so that generation from an export
+/// ends with the tokenizer's end token.
 fn adopt_special_tokens(config: &mut ModelConfig, tokenizer: &Path) -> Result<()> {
     let tokenizer = TokenizerFile::load(tokenizer)?;
     let rows = config.vocab_size;

@@ -1,6 +1,6 @@
 //! The teachers of a run's stages: the run's own model as it was loaded, a model directory, or a checkpoint of another
-//! run. A teacher has the model's shape, and its vocabulary or the beginning of it: then the distributions are compared
-//! over the teacher's rows alone.
+//! run. A teacher has the model's shape, and the model's vocabulary or its first rows. With fewer rows, the
+//! distributions are compared over the teacher's rows alone.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,13 +24,13 @@ pub(crate) struct Teachers(Vec<Option<TeacherSource>>);
 pub(crate) struct TeacherSource {
     /// Its configuration, with the vocabulary of the run's model.
     pub config: ModelConfig,
-    /// The rows of the vocabulary that its weights have.
+    /// The number of vocabulary rows in its weights.
     stored_rows: usize,
-    /// Those of them that are the same tokens in the run's model.
+    /// The number of first rows that are the same tokens in the run's model.
     rows: usize,
-    /// `None` for those of the run's initial model.
+    /// `None` for the run's initial model.
     weights: Option<StoredWeights>,
-    /// What tells it from others.
+    /// Differs between teachers.
     identity: String,
 }
 
@@ -62,7 +62,7 @@ impl Teachers {
         self.0.get(index)?.as_ref()
     }
 
-    /// What tells each teacher of `recipe` from others, by its key.
+    /// Returns the identity of each teacher of `recipe`, by its key.
     pub fn identities(&self, recipe: &Recipe) -> BTreeMap<String, String> {
         let stages = recipe.stages.iter().zip(&self.0);
         let identity = |(stage, teacher): (&Stage, &Option<TeacherSource>)| {
@@ -87,7 +87,7 @@ impl TeacherSource {
                 stored_rows: model.vocab_size,
                 rows: source.kept_rows,
                 weights: None,
-                // The record has the model's own.
+                // The record has the model's own identity.
                 identity: START.to_owned(),
             });
         }
@@ -123,7 +123,7 @@ impl TeacherSource {
                 let larger = load(source.tokenizer_directory.as_deref())?.zip(theirs.as_ref());
                 let larger = larger.filter(|(ours, theirs)| ours.has_tokens_of(theirs));
                 match larger.filter(|_| size < model.vocab_size) {
-                    // The tokenizer before the model took over a larger vocabulary.
+                    // The teacher has the tokenizer from before the model adopted a larger vocabulary.
                     Some((ours, theirs)) => (ours.kept_rows(theirs, size), None),
                     None => {
                         return refuse(format!(
@@ -216,7 +216,7 @@ impl Stored {
     }
 }
 
-/// What a teacher has in common with the model, from which its memory and operations are planned.
+/// Returns the shape that a teacher shares with the model, from which its memory and operations are planned.
 fn shape_of(config: &ModelConfig) -> impl PartialEq + use<> {
     let heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim);
     let widths = (config.hidden_size, config.intermediate_size);

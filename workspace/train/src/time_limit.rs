@@ -1,15 +1,15 @@
-//! The time after which a run must have ended, and how early it stops for its last checkpoint.
+//! The time after which a run must have ended, and the reserve for its last checkpoint.
 
 use std::time::{Duration, Instant};
 
-/// The reserve, which is kept for the end of a run, is a limit's length divided by this.
+/// The reserve for the end of a run is a limit's length divided by this number.
 const SHARE: u32 = 20;
 /// The largest reserve once a checkpoint has been measured.
 const MEASURED: Duration = Duration::from_secs(60);
-/// The same before the first checkpoint, whose time is not known.
+/// The largest reserve before the first checkpoint is measured.
 const UNMEASURED: Duration = Duration::from_secs(600);
 
-/// A time limit of a run, which stops with a checkpoint before it ends.
+/// A time limit of a run, which stops with a checkpoint before the limit ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TimeLimit {
     start: Instant,
@@ -22,7 +22,7 @@ impl TimeLimit {
         TimeLimit { start, length }
     }
 
-    /// Of two limits the one that ends first.
+    /// Returns the limit that ends first.
     pub fn earlier(self, other: Self) -> Self {
         let from = self.start.max(other.start);
         if other.left(from) < self.left(from) { other } else { self }
@@ -32,9 +32,9 @@ impl TimeLimit {
         self.length.saturating_sub(now.saturating_duration_since(self.start))
     }
 
-    /// Returns whether the time left does not cover another step, a checkpoint in flight beside it and one after
-    /// it, each as long as the longest so far, or is within the reserve: 5% of the limit, at most one
-    /// minute (ten before the first checkpoint).
+    /// Returns whether the run must stop. The time left must cover another step with a checkpoint in flight, and one
+    /// more checkpoint, each as long as the longest so far. It must also exceed the reserve: 5% of the limit, at most
+    /// one minute (ten before the first checkpoint).
     pub fn is_up(
         &self,
         now: Instant,
@@ -61,7 +61,7 @@ mod tests {
         let is_up =
             |minute: u32| limit.is_up(start + minute * MINUTE, 3 * MINUTE, Some(2 * MINUTE));
         assert!(!is_up(54) && is_up(55) && is_up(100));
-        // A checkpoint in flight takes longer than the step beside it.
+        // A checkpoint in flight takes longer than the step during it.
         let is_up = |minute: u32| limit.is_up(start + minute * MINUTE, MINUTE, Some(3 * MINUTE));
         assert!(!is_up(53) && is_up(54));
     }

@@ -1,17 +1,17 @@
 //! Operators compiled once, in this crate and with its optimisation.
 //!
 //! A generic function is compiled in every crate that calls it, with the optimisation of that crate. Operators
-//! are slow without optimisation, and take long to compile. [`compiled!`] calls an instance that this crate has
-//! compiled: programs and tests link it.
+//! are slow without optimisation, and take long to compile. [`compiled!`] calls an instance that was compiled in this
+//! crate: programs and tests link it.
 
 use std::any::Any;
 
-/// An instance of a function, as a pointer of its type.
+/// An instance of a function, as a pointer of the function's type.
 pub(crate) type Instance = &'static (dyn Any + Send + Sync);
 
 /// `compiled!(function::<T>(argument: type) -> type)` calls `function::<T>` with these variables as arguments of these
-/// types; likewise with two or three element types. Without a type of the result it is `Result<()>`. The function is
-/// compiled in this crate for every choice of f32 and bf16.
+/// types, and works with two or three element types too. Without a result type, the result is `Result<()>`. The
+/// function is compiled in this crate for every choice of f32 and bf16.
 macro_rules! compiled {
     ($function:ident::<$($t:ident),+>($($argument:ident: $type:ty),*)) => {
         compiled!($function::<$($t),+>($($argument: $type),*) -> $crate::error::Result<()>)

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// A row-major matrix whose column blocks are written by different threads.
+/// A row-major matrix with column blocks that different threads write.
 ///
 /// Attention's tasks each own the columns of some heads in every row, which `chunks_mut` cannot
 /// express.
@@ -14,7 +14,7 @@ pub(crate) struct DisjointColumns<'a, T> {
     owner: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: access goes through `block_mut`, whose callers promise that no two threads name the same
+// SAFETY: access goes through `block_mut`, and its callers promise that no two threads access the same
 // row and column; T itself may move between threads.
 #[allow(unsafe_code)]
 unsafe impl<T: Send> Sync for DisjointColumns<'_, T> {}

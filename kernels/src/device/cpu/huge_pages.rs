@@ -4,10 +4,10 @@
 /// Bytes of a huge page of x86-64, and of AArch64 with pages of 4 KiB.
 const PAGE: usize = 2 << 20;
 
-/// Asks the system to back the whole huge pages within a buffer that nothing has written to yet.
+/// Asks the system to back the whole huge pages within a buffer that has not been written yet.
 ///
-/// Linux then gives them on the first access, if it has any and is configured to give them to programs
-/// that ask (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` or `always`); otherwise nothing
+/// Linux then allocates them on the first access, if huge pages are available and programs may ask for them
+/// (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` or `always`); otherwise nothing
 /// changes. Other systems are not asked.
 pub(crate) fn request<T>(buffer: &mut [T]) {
     let start = buffer.as_mut_ptr().cast::<u8>();
@@ -20,8 +20,8 @@ pub(crate) fn request<T>(buffer: &mut [T]) {
 
 #[cfg(target_os = "linux")]
 fn advise(start: *mut u8, len: usize) {
-    // SAFETY: the pages are within the caller's buffer; the advice does not change their contents. Its
-    // failure, where the system has no huge pages, changes nothing either.
+    // SAFETY: the pages are within the caller's buffer. The advice does not change their contents. If the system
+    // has no huge pages, the call fails and changes nothing.
     #[allow(unsafe_code)]
     unsafe {
         libc::madvise(start.cast(), len, libc::MADV_HUGEPAGE);

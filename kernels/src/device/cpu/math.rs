@@ -2,11 +2,11 @@
 
 use crate::scalar::Element;
 
-/// e^x to within 2 ulp for x <= 88; 0 below -87.
+/// Returns e^x to within 2 ulp for x <= 88; 0 below -87.
 ///
-/// Range reduction x = k ln 2 + r, |r| <= ln 2 / 2, and a polynomial of degree 6 for e^r. The fused
-/// operations are one instruction within [`vectorized!`](crate::simd::vectorized) on machines that
-/// have it (x86-64 since 2013, every aarch64), and a slow function with the same result elsewhere.
+/// Range reduction x = k ln 2 + r, |r| <= ln 2 / 2, and a polynomial of degree 6 for e^r. A fused
+/// operation is one instruction within [`vectorized!`](crate::simd::vectorized) on machines that
+/// have the instruction (x86-64 since 2013, every aarch64), and a slow function with the same result elsewhere.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to the nearest integer
@@ -29,7 +29,7 @@ pub(crate) fn exp(x: f32) -> f32 {
     if x < -87.0 { 0.0 } else { scaled }
 }
 
-/// 1 / (1 + e^-x).
+/// Returns 1 / (1 + e^-x).
 #[inline(always)]
 pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
@@ -51,8 +51,7 @@ pub(crate) fn sum(x: &[f32]) -> f32 {
     partial.iter().sum()
 }
 
-/// Returns the largest element of a slice, in sixteen interleaved parts, or -inf; a NaN is never the
-/// largest.
+/// Returns the largest element of a slice, in sixteen interleaved parts; -inf if the slice is empty. NaNs are ignored.
 #[inline(always)]
 pub(crate) fn largest(x: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if a > b { a } else { b };
@@ -77,7 +76,7 @@ pub(crate) fn total(mut partial: [f32; 16]) -> f32 {
     partial[0]
 }
 
-/// Returns the sum of the squares of a slice in `LANES` interleaved partial sums; f64, in which the squares of
+/// Returns the sum of the squares of a slice in `LANES` interleaved partial sums, in f64: the squares of
 /// the largest elements do not overflow.
 #[inline(always)]
 pub(crate) fn sum_of_squares<const LANES: usize, T: Element>(x: &[T]) -> f64 {

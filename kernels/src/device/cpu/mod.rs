@@ -42,8 +42,8 @@ impl Memory for Cpu {
         ALLOCATED.set(
             ALLOCATED.get().saturating_add((len as u64).saturating_mul(size_of::<S>() as u64)),
         );
-        // Zeroed memory directly from the system; returns an error instead of aborting if there is
-        // not enough.
+        // Zeroed memory directly from the system; if memory is short, the call returns an error
+        // instead of aborting.
         let mut buffer = bytemuck::try_zeroed_slice_box(len).map_err(|()| refuse())?;
         huge_pages::request(&mut buffer);
         Ok(buffer.into_vec())
@@ -122,7 +122,7 @@ thread_local! {
 }
 
 impl Cpu {
-    /// Total bytes of buffers that the calling thread has allocated, including freed ones.
+    /// Returns the total bytes of buffers that the calling thread has allocated, including freed ones.
     pub fn allocated(&self) -> u64 {
         ALLOCATED.get()
     }
@@ -133,8 +133,7 @@ impl Cpu {
         freed_memory::return_to_system();
     }
 
-    /// Current bytes of scratch of each of rayon's threads, in any order, in addition to the
-    /// buffers.
+    /// Returns the current bytes of scratch of each of rayon's threads, in any order. Buffers are not included.
     pub fn thread_scratch(&self) -> Vec<usize> {
         rayon::broadcast(|_| scratch::held())
     }

@@ -1,5 +1,5 @@
-//! Scratch memory of a thread: it grows to the size of the largest task and is reused by later
-//! ones, so that operators allocate nothing in the steady state.
+//! Scratch memory of a thread. It grows to the size of the largest task, and later tasks reuse it:
+//! operators allocate nothing in the steady state.
 
 use std::cell::Cell;
 use std::thread::LocalKey;
@@ -14,7 +14,7 @@ struct Line([f32; LINE]);
 /// Elements of a cache line.
 const LINE: usize = 16;
 
-/// Memory of a thread, of one kind.
+/// One kind of a thread's memory.
 type Scratch = LocalKey<Cell<Vec<Line>>>;
 
 thread_local! {
@@ -33,8 +33,8 @@ pub(crate) fn with_scratch<const N: usize, R>(
     with(&OWN, lengths, body)
 }
 
-/// Returns the same, of memory that the calling thread shares with those that help it in `body`: each of them,
-/// the calling thread too, has its own [`with_scratch`] besides.
+/// Runs `body` like [`with_scratch`], with memory that the calling thread shares with its helpers in `body`. Each of
+/// these threads, including the calling thread, also has its own [`with_scratch`].
 pub(crate) fn with_shared_scratch<const N: usize, R>(
     lengths: [usize; N],
     body: impl FnOnce([&mut [f32]; N]) -> R,
@@ -60,16 +60,16 @@ fn with<const N: usize, R>(
     result
 }
 
-/// Returns the bytes of [`with_scratch`] with slices of these lengths.
+/// Returns the bytes that [`with_scratch`] needs for slices of these lengths.
 pub(crate) fn bytes(lengths: &[usize]) -> usize {
     lines(lengths).saturating_mul(size_of::<Line>())
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct ScratchBytes {
-    /// Of [`with_scratch`].
+    /// Bytes of [`with_scratch`].
     pub own: usize,
-    /// Of the memory that it shares, if it is the one that calls the operators.
+    /// Bytes of `with_shared_scratch`; used only on the thread that calls operators.
     pub shared: usize,
 }
 
@@ -78,7 +78,7 @@ impl ScratchBytes {
         self.own.saturating_add(self.shared)
     }
 
-    /// Returns the larger of both kinds.
+    /// Returns the maximum of each kind.
     pub(crate) fn max(self, other: ScratchBytes) -> Self {
         ScratchBytes { own: self.own.max(other.own), shared: self.shared.max(other.shared) }
     }
@@ -90,7 +90,7 @@ impl From<usize> for ScratchBytes {
     }
 }
 
-/// Ensures that the calling thread's memory has at least these bytes.
+/// Ensures that the calling thread has at least these bytes of scratch.
 pub(crate) fn reserve(bytes: ScratchBytes) {
     for (scratch, bytes) in [(&OWN, bytes.own), (&SHARED, bytes.shared)] {
         let mut memory = scratch.take();
@@ -99,7 +99,7 @@ pub(crate) fn reserve(bytes: ScratchBytes) {
     }
 }
 
-/// Returns the bytes of the calling thread's memory.
+/// Returns the bytes of the calling thread's scratch.
 pub(crate) fn held() -> usize {
     let held = |scratch: &'static Scratch| {
         let memory = scratch.take();
@@ -125,7 +125,7 @@ fn grow(memory: &mut Vec<Line>, lines: usize) {
 
 fn elements(lines: &mut [Line]) -> &mut [f32] {
     // SAFETY: a line is LINE elements without padding (its size is its alignment), so the slice
-    // covers the same bytes, and it takes over the exclusive borrow.
+    // covers the same bytes, and has the exclusive borrow of the lines.
     #[allow(unsafe_code)]
     unsafe {
         std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), lines.len() * LINE)

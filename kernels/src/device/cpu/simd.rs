@@ -8,12 +8,12 @@
 ///
 /// This applies only to inlined code: functions called by the expression must be
 /// `#[inline(always)]`. The choice costs an atomic load, so the expression should be a loop over
-/// hundreds of elements, not one step of it. Multiplication and addition are rounded separately,
+/// hundreds of elements, not one step of a loop. Multiplication and addition are rounded separately,
 /// and sums keep the order of the source, so results have the same bits on every machine.
 ///
-/// It is a macro because only a closure that is itself `#[inline(always)]`, and that can be called
-/// only once, is guaranteed to be inlined into the compiled variants: an adapter from `FnOnce` to
-/// another closure would be a function of its own, compiled for the oldest machine.
+/// It is a macro because the compiler inlines a closure into the variants for sure only if the closure is
+/// `#[inline(always)]` and can be called only once. An adapter from `FnOnce` to another closure would be a function of
+/// its own, compiled for the oldest machine.
 macro_rules! vectorized {
     ($body:expr) => {
         vectorized!(pulp::Arch::new(), $body)
@@ -30,7 +30,7 @@ macro_rules! vectorized {
     }};
 }
 
-/// A value that a closure consumes, so that it can be called only once.
+/// A value that a closure consumes, so that the closure can be called only once.
 pub(crate) struct Once;
 
 pub(crate) use vectorized;
@@ -39,7 +39,7 @@ pub(crate) use vectorized;
 pub(crate) mod tests {
     use pulp::Arch;
 
-    /// Returns the sets of vector instructions, starting with none.
+    /// Returns the sets of vector instructions, starting with scalar code.
     pub(crate) fn kinds() -> Vec<Arch> {
         let mut kinds = vec![Arch::Scalar, Arch::new()];
         #[cfg(target_arch = "x86_64")]

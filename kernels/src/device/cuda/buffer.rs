@@ -56,7 +56,7 @@ impl<S: Scalar> CudaBuffer<S> {
         CudaViewMut { address, len, elements: PhantomData }
     }
 
-    /// Panics if the range exceeds the buffer, like a slice.
+    /// Returns the address and length of a range. Panics if the range exceeds the buffer, like a slice.
     fn address_of(&self, range: Range<usize>) -> (u64, usize) {
         assert!(
             range.start <= range.end && range.end <= self.len,
@@ -99,7 +99,7 @@ pub struct CudaViewMut<'a, S> {
 }
 
 impl<S> CudaViewMut<'_, S> {
-    /// Read access to the same elements.
+    /// Returns read access to the same elements.
     pub(crate) fn read(&self) -> CudaView<'_, S> {
         CudaView { address: self.address, len: self.len, elements: PhantomData }
     }

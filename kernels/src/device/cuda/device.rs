@@ -12,28 +12,28 @@ pub(crate) trait Device: Send + Sync {
     /// Returns the maximum shared memory of a block, in bytes.
     fn most_shared_bytes(&self) -> usize;
 
-    /// Returns the number of multiprocessors, each of which runs one block of the largest kernels.
+    /// Returns the number of multiprocessors; each runs one block of the largest kernels.
     fn multiprocessors(&self) -> usize;
 
-    /// Returns whether kernels compiled for sm_90a only can run.
+    /// Returns whether kernels compiled only for sm_90a can run.
     fn runs_hopper(&self) -> bool;
 
-    /// Returns the tensor map with which these kernels copy a tensor to shared memory.
+    /// Returns the tensor map with which kernels for sm_90a copy a tensor to shared memory.
     fn tensor_map(&self, tensor: &BoxedTensor) -> Result<TensorMap>;
 
     /// Returns the memory in use; `None` if the device cannot report it.
     fn memory_info(&self) -> Option<MemoryInfo>;
 
-    /// Returns the calls so far, if they are counted.
+    /// Returns the calls so far, if the device counts calls.
     #[cfg(feature = "cuda-emulator")]
     fn emulated_calls(&self) -> Option<super::EmulatedCalls> {
         None
     }
 
-    /// Returns the memory filled with zeros, aligned to 256 bytes.
+    /// Allocates memory filled with zeros, aligned to 256 bytes; returns its address.
     fn allocate(&self, bytes: usize) -> Result<u64>;
 
-    /// Frees memory once the work so far is done.
+    /// Frees memory after the work so far is done.
     fn free(&self, address: u64, bytes: usize);
 
     /// Copies from pageable host memory; `source` may be reused when the call returns.
@@ -54,8 +54,7 @@ pub(crate) trait Device: Send + Sync {
         None
     }
 
-    /// Launches a kernel with `threads` threads per block and these structs, as bytes, as
-    /// parameters.
+    /// Launches a kernel with `threads` threads per block. The parameters are these structs, as bytes.
     fn launch(
         &self,
         kernel: &str,
@@ -71,11 +70,11 @@ pub(crate) trait Device: Send + Sync {
 /// How the algorithm of a matmul is chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Algorithms {
-    /// The fastest of several: runs can differ.
+    /// The fastest of several algorithms: runs can differ.
     Fastest,
-    /// One for each shape: the same operands give the same bits in every run.
+    /// One algorithm for each shape: the same operands give the same bits in every run.
     OfShape,
-    /// One for any number of rows: the bits of a row do not depend on the other rows.
+    /// One algorithm for any number of rows: the bits of a row do not depend on the other rows.
     OfAnyRows,
 }
 
@@ -96,7 +95,7 @@ pub(crate) struct BoxedTensor {
 pub(crate) struct Operand {
     pub address: u64,
     pub dtype: DType,
-    /// Rows and columns of the operand: those in memory, swapped if `transposed`.
+    /// Rows and columns of the operand. If `transposed`, the matrix in memory has them swapped.
     pub rows: usize,
     pub columns: usize,
     /// Whether memory contains the transpose.

@@ -15,11 +15,11 @@ use crate::{Error, MemoryInfo, Result};
 static KERNELS: &Aligned<[u8]> =
     &Aligned(*include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin")));
 
-/// Bytes aligned to 64, as machine code is within the files of nvcc.
+/// Bytes aligned to 64, like machine code in nvcc's files.
 #[repr(C, align(64))]
 struct Aligned<T: ?Sized>(T);
 
-/// Dynamic shared memory beyond which a kernel needs an opt-in.
+/// Dynamic shared memory above which a kernel needs an opt-in.
 const SMALL_SHARED: u32 = 48 << 10;
 /// Minimum compute capability of the kernels.
 const MIN_CAPABILITY: i32 = 8;
@@ -42,19 +42,19 @@ pub(super) struct Driver {
 #[derive(Clone, Copy)]
 struct Function {
     handle: sys::CUfunction,
-    /// Its maximum dynamic shared memory.
+    /// The GPU's maximum dynamic shared memory of a block.
     shared_bytes: u32,
 }
 
-// SAFETY: any thread that has bound the context may use the driver's handles; every method binds it
-// first.
+// SAFETY: any thread that has bound the context may use the driver's handles. Every method binds the
+// context first.
 #[allow(unsafe_code)]
 unsafe impl Send for Driver {}
 // SAFETY: as above; mutable state is behind locks.
 #[allow(unsafe_code)]
 unsafe impl Sync for Driver {}
 
-/// Reports a missing library as an error; cudarc would panic on the first call.
+/// Checks that the libraries exist. Returns an error if a library is missing; cudarc would panic on the first call.
 fn libraries(device: &str) -> Result<()> {
     // SAFETY: only looks up shared libraries by name.
     #[allow(unsafe_code)]
@@ -93,7 +93,7 @@ impl Driver {
                 format!("compute capability {capability} is less than {MIN_CAPABILITY}, Ampere's");
             return Err(Error::device(&name, "start", reason));
         }
-        // These kernels are empty for other capabilities, and in binaries without sm_90a.
+        // These kernels are empty for other capabilities, and missing in binaries without sm_90a.
         let runs_hopper = cfg!(hopper) && (capability, minor) == HOPPER;
         let most = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let most_shared_bytes = attribute(most)?.max(0) as usize;
@@ -130,7 +130,7 @@ impl Driver {
         bound.and_then(|()| work()).map_err(|error| Error::device(&self.name, operation, error))
     }
 
-    /// Returns the kernel of that name, with this much dynamic shared memory enabled.
+    /// Returns the kernel with this name, after enabling this much dynamic shared memory.
     fn function(&self, kernel: &str, shared_bytes: u32) -> Result<sys::CUfunction> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(function) = functions.get(kernel).filter(|f| f.shared_bytes >= shared_bytes) {
@@ -162,7 +162,7 @@ impl Driver {
 
 impl Drop for Driver {
     fn drop(&mut self) {
-        // A device that fails here has failed before. Drop cannot report errors.
+        // If the device fails here, it has failed before. Drop cannot report errors.
         let _ = self.run("releasing the GPU", || {
             let mut matmuls = self.matmuls.lock().unwrap_or_else(PoisonError::into_inner);
             // SAFETY: buffers own a reference to their device, so nothing uses the kernels, the
@@ -198,7 +198,7 @@ impl Device for Driver {
     fn tensor_map(&self, tensor: &BoxedTensor) -> Result<TensorMap> {
         let BoxedTensor { address, dimensions, strides, sides } = tensor;
         let mut map = sys::CUtensorMap_st { opaque: [0; 16] };
-        // SAFETY: the arrays have `rank` elements, the strides one less; the driver reads them,
+        // SAFETY: the arrays have `rank` elements, the strides one less. The driver reads them,
         // writes the map, and does not access the address.
         #[allow(unsafe_code)]
         let encoded = unsafe {
@@ -233,7 +233,7 @@ impl Device for Driver {
             // SAFETY: the size is not 0.
             #[allow(unsafe_code)]
             let allocated = unsafe { result::malloc_sync(bytes.max(1)) };
-            // Other failures are those of the GPU or of earlier work.
+            // Other failures come from the GPU or from earlier work.
             match allocated {
                 Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Ok(None),
                 other => other.map(Some),
@@ -245,9 +245,9 @@ impl Device for Driver {
     }
 
     fn free(&self, address: u64, _bytes: usize) {
-        // A device that fails here has failed before. Drop cannot report errors.
+        // If the device fails here, it has failed before. Drop cannot report errors.
         let _ = self.run("freeing memory", || {
-            // SAFETY: `allocate` returned the address; the driver waits for work that uses it.
+            // SAFETY: `allocate` returned the address. The driver waits for work that uses it.
             #[allow(unsafe_code)]
             unsafe {
                 result::stream::synchronize(self.stream)?;
@@ -327,8 +327,8 @@ impl Device for Driver {
         let function = self.function(kernel, shared_bytes)?;
         let [x, y, z] = grid;
         self.run("launch", || {
-            // SAFETY: the kernel of that name takes the structs that its operator passes, which the
-            // driver copies; their addresses come from views of checked lengths.
+            // SAFETY: the operator passes the structs that the kernel of this name expects. The
+            // driver copies the structs; their addresses come from views of checked lengths.
             #[allow(unsafe_code)]
             unsafe {
                 let mut arguments: Vec<*mut c_void> =

@@ -28,7 +28,7 @@ impl Cuda {
         self.device().matmul(matmul, self.algorithms)
     }
 
-    /// Launches a kernel on `grid` blocks, or nothing if a size is 0.
+    /// Launches a kernel on `grid` blocks; does nothing if a size is 0.
     pub(crate) fn launch<P: Pod>(
         &self,
         kernel: &str,
@@ -40,7 +40,7 @@ impl Cuda {
         self.launch_with(THREADS, kernel, [grid[0], grid[1], 1], shared_bytes, &parameters)
     }
 
-    /// Like [`Cuda::launch`], with `threads` threads per block, for a kernel of structs that are given as bytes.
+    /// Launches like [`Cuda::launch`], with `threads` threads per block and with the kernel's structs as bytes.
     pub(crate) fn launch_with(
         &self,
         threads: usize,

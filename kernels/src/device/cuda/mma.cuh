@@ -27,7 +27,7 @@ static __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddre
                  : "memory");
 }
 
-// The same with each matrix transposed: a lane's elements are (2t, g) and (2t+1, g).
+// Loads like ldmatrix_x4, with each matrix transposed: a lane's elements are (2t, g) and (2t+1, g).
 static __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], SharedAddress row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -53,7 +53,7 @@ static __device__ __forceinline__ void cp_async_16(SharedAddress shared, const v
                  : "memory");
 }
 
-// The same for 4 bytes.
+// Copies or fills 4 bytes.
 static __device__ __forceinline__ void cp_async_4(SharedAddress shared, const void* global,
                                                   bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared),

@@ -38,9 +38,9 @@ pub struct Cuda {
     device: Arc<dyn Device>,
     /// Scratch memory that operators use in turn; grows to the largest need.
     scratch: Arc<Mutex<Option<Allocation>>>,
-    /// One u32, 0 between kernels.
+    /// One u32 that is 0 between kernels.
     counter: Arc<Mutex<Option<Allocation>>>,
-    /// The number of the first path that an operator with several paths tries.
+    /// Index of the path that an operator with several paths tries first.
     pub(crate) first_path: usize,
     pub(crate) last_path: Arc<Mutex<Option<usize>>>,
     /// Maximum shared memory of a block.
@@ -48,7 +48,7 @@ pub struct Cuda {
     pub(crate) algorithms: Algorithms,
 }
 
-/// Ignores poisoning: guarded values are consistent whenever a thread can panic.
+/// Locks the mutex and ignores poisoning: guarded values are consistent whenever a thread can panic.
 pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -70,7 +70,7 @@ impl Cuda {
         self.device.stream()
     }
 
-    /// Opens a GPU, whose operators choose their paths without the environment.
+    /// Opens a GPU without reading the environment for the paths of operators.
     #[cfg(feature = "cuda")]
     pub(crate) fn open(ordinal: usize) -> Result<Self> {
         Ok(Self::of(Arc::new(driver::Driver::new(ordinal)?)))
@@ -88,8 +88,8 @@ impl Cuda {
         Self::of(Arc::new(emulator::Emulator::default()))
     }
 
-    /// Creates an emulated GPU whose threads and copies run in a random order, the same one for the same
-    /// seed; with 0 they run in the order of [`emulated`](Self::emulated).
+    /// Creates an emulated GPU with a random order of threads and copies, which depends only on the seed.
+    /// With seed 0 they run in the order of [`emulated`](Self::emulated).
     #[cfg(feature = "cuda-emulator")]
     pub fn emulated_with_schedule(seed: u32) -> Self {
         Self::of(Arc::new(emulator::Emulator::with_schedule(seed)))
@@ -114,16 +114,16 @@ impl Cuda {
         Cuda { most_shared_bytes, last_path: Arc::default(), ..self }
     }
 
-    /// Enables (default) or disables bitwise reproducibility. Without it attention accumulates the
-    /// gradient of the queries in any order, and large matmuls use the fastest of several
+    /// Enables (default) or disables bitwise reproducibility. If it is disabled, attention accumulates the
+    /// gradient of the queries in any order. Large matmuls then use the fastest of several
     /// algorithms, timed when their shape first occurs.
     pub fn with_deterministic(self, deterministic: bool) -> Self {
         let algorithms = if deterministic { Algorithms::OfShape } else { Algorithms::Fastest };
         Cuda { algorithms, ..self }
     }
 
-    /// Enables bitwise reproducibility, and makes the forward pass of a sequence bitwise independent of the other
-    /// sequences in the pass: matmuls use the same algorithm for any number of rows.
+    /// Enables bitwise reproducibility, and makes the forward pass of a sequence bitwise independent of other
+    /// sequences. Matmuls use the same algorithm for any number of rows.
     pub fn with_batch_invariance(self) -> Self {
         Cuda { algorithms: Algorithms::OfAnyRows, ..self }
     }
@@ -137,14 +137,14 @@ impl Cuda {
         &*self.device
     }
 
-    /// Returns the calls so far, if the GPU is emulated: for tests.
+    /// Returns the calls so far if the GPU is emulated, for tests.
     #[cfg(feature = "cuda-emulator")]
     pub fn emulated_calls(&self) -> Option<EmulatedCalls> {
         self.device.emulated_calls()
     }
 
-    /// Address of at least `bytes` bytes of scratch, valid until the next operator's request.
-    /// Growing frees memory, for which the host waits, so
+    /// Returns the address of at least `bytes` bytes of scratch, valid until the next operator's request.
+    /// Growing frees memory, and the host waits for that, so
     /// [`Workspace::reserve`](crate::Workspace::reserve) comes first.
     pub(crate) fn scratch(&self, bytes: usize) -> Result<u64> {
         let mut scratch = locked(&self.scratch);
@@ -156,7 +156,7 @@ impl Cuda {
         Ok(scratch.insert(memory).address)
     }
 
-    /// Address of a u32 that is 0, for a kernel that resets it to 0.
+    /// Returns the address of a u32 that is 0, for a kernel that resets it to 0.
     pub(crate) fn counter(&self) -> Result<u64> {
         let mut counter = locked(&self.counter);
         if let Some(memory) = counter.as_ref() {

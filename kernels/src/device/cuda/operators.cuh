@@ -1,7 +1,7 @@
 // Shared by the operators' kernels: element types, vector access, sums over a block.
 //
-// A kernel takes structs by value, usually one, that PARAMETERS marks. EXPORT names it for each
-// element type.
+// The parameters of a kernel are structs by value, usually one struct, that PARAMETERS marks. EXPORT names
+// the kernel for each element type.
 #pragma once
 
 #include <cstddef>
@@ -12,14 +12,14 @@
 constexpr int THREADS = 256;
 
 // Defines the kernel `name`, which runs `function(parameters)` in blocks of at most `threads`
-// threads, with registers for `blocks` of them on a multiprocessor.
+// threads, with registers for `blocks` blocks on a multiprocessor.
 #define EXPORT_BLOCKS(threads, blocks, name, function, Parameters)                              \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name(Parameters parameters) { \
         function(parameters);                                                                   \
     }                                                                                           \
     REGISTER(name)
 
-// The same with blocks of THREADS threads, and registers as the compiler chooses.
+// Defines a kernel with blocks of THREADS threads, and registers as the compiler chooses.
 #define EXPORT(name, function, Parameters)                                              \
     extern "C" __global__ void __launch_bounds__(THREADS) name(Parameters parameters) { \
         function(parameters);                                                           \
@@ -46,7 +46,7 @@ __device__ __forceinline__ bf16 from_float<bf16>(float x) {
     return __float2bfloat16_rn(x);
 }
 
-// N elements that are read and written at once, or 16 bytes of them at a time.
+// N elements that are read and written at once, or in pieces of 16 bytes.
 template <class T, int N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack {
     T at[N];
@@ -69,7 +69,7 @@ constexpr int PACKED = 8;
 template <class T>
 constexpr int WIDE = 16 / sizeof(T);
 
-// Whether an address allows 16-byte reads. Null does; it is not read.
+// Whether an address allows 16-byte reads. Null counts as aligned; it is not read.
 __device__ __forceinline__ bool aligned(const void* address) {
     return reinterpret_cast<uint64_t>(address) % 16 == 0;
 }

@@ -2,8 +2,7 @@
 //
 // Matrices of bf16 are stored in shared memory as panels of 64 columns: contiguous rows of 128
 // bytes, with the 16-byte chunk c of row r at c ^ (r & 7). Panels start at multiples of 1024 bytes.
-// The copy engine writes them with its 128-byte swizzle, and the descriptors of wgmma have the same
-// one.
+// The copy engine writes them with its 128-byte swizzle, and wgmma's descriptors have the same swizzle.
 //
 // wgmma computes D (64 x N, f32) += A (64 x 16) B (16 x N). Warp w of the warpgroup holds rows
 // 16w.. of D; with g = lane / 4 and t = lane % 4, d[4n], d[4n + 1] are row g, columns 8n + 2t and
@@ -21,8 +20,8 @@ struct alignas(128) PARAMETERS TensorMap {
 };
 
 // The wgmma descriptor of a matrix of panels: A, or B transposed. If a panel's rows are the
-// matrix's rows (K along the 128 bytes), `group` is the distance of 8 rows and `panel` is not used;
-// if they are its columns (transposed), `group` is the distance of 8 columns and `panel` the
+// matrix's rows (K along the 128 bytes), `group` is the distance of 8 rows and `panel` is not used.
+// If a panel's rows are the matrix's columns (transposed), `group` is the distance of 8 columns and `panel` the
 // distance of 64 rows.
 static __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t panel,
                                                              uint32_t group) {
@@ -55,7 +54,7 @@ static __device__ __forceinline__ void barrier_arrive(SharedAddress barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and adds `bytes` of copies to those that complete the phase.
+// Arrives, and adds `bytes` of copies to the bytes that complete the phase.
 static __device__ __forceinline__ void barrier_expect(SharedAddress barrier, uint32_t bytes) {
     asm volatile(
         "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
@@ -63,7 +62,7 @@ static __device__ __forceinline__ void barrier_expect(SharedAddress barrier, uin
         : "memory");
 }
 
-// Waits until the phase of this parity is complete; the phase before the first counts as complete.
+// Waits until the phase of this parity is complete. The phase before the first counts as complete.
 static __device__ __forceinline__ void barrier_wait(SharedAddress barrier, uint32_t parity) {
     uint32_t done = 0;
     while (done == 0)
@@ -89,7 +88,7 @@ static __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map)
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Starts the copy of the box at (x, y, z), whose bytes `barrier` expects.
+// Starts the copy of the box at (x, y, z); `barrier` expects its bytes.
 static __device__ __forceinline__ void copy_tensor(SharedAddress target, const TensorMap* map,
                                                    int x, int y, int z, SharedAddress barrier) {
     asm volatile(
@@ -99,7 +98,7 @@ static __device__ __forceinline__ void copy_tensor(SharedAddress target, const T
         : "memory");
 }
 
-// Starts the copy of `bytes`, a multiple of 16, which `barrier` expects.
+// Starts the copy of `bytes`, a multiple of 16; `barrier` expects them.
 static __device__ __forceinline__ void copy_bulk(SharedAddress target, const void* source,
                                                  uint32_t bytes, SharedAddress barrier) {
     asm volatile(
@@ -145,7 +144,7 @@ static __device__ __forceinline__ void semaphore_wait(const uint32_t* semaphore,
                      : "l"(__cvta_generic_to_global(semaphore))
                      : "memory");
     } while (now != value);
-    // The accesses that follow are the copy engine's.
+    // The copy engine makes the accesses that follow.
     asm volatile("fence.proxy.async;" ::: "memory");
 }
 
@@ -162,19 +161,19 @@ static __device__ __forceinline__ void semaphore_release(uint32_t* semaphore) {
 
 // ---- warps ----
 
-// Increases the registers per thread of the warpgroup to COUNT; all of its warps call this.
+// Increases the registers per thread of the warpgroup to COUNT. All of its warps call this.
 template <int COUNT>
 static __device__ __forceinline__ void allocate_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// Decreases the registers per thread of the warpgroup to COUNT; all of its warps call this.
+// Decreases the registers per thread of the warpgroup to COUNT. All of its warps call this.
 template <int COUNT>
 static __device__ __forceinline__ void deallocate_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// Waits at one of the block's barriers 1 to 15; `threads` includes those that arrive without
+// Waits at one of the block's barriers 1 to 15; `threads` includes threads that arrive without
 // waiting.
 static __device__ __forceinline__ void named_sync(uint32_t barrier, uint32_t threads) {
     asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -223,7 +222,7 @@ static __device__ __forceinline__ void fence_operand(uint32_t (&fragments)[COUNT
         for (int j = 0; j < 4; ++j) asm volatile("" : "+r"(fragments[i][j])::"memory");
 }
 
-// Required before the first product, and after accesses to registers of its operands.
+// Required before the first product, and after accesses to registers of a product's operands.
 static __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -253,7 +252,7 @@ static __device__ __forceinline__ void wgmma_wait() {
 #define SUMS_64(access)                                                                            \
     SUMS_32(access), SUMS_8(access, 32), SUMS_8(access, 40), SUMS_8(access, 48), SUMS_8(access, 56)
 
-// d = A B (`add` is 0) or d += A B (1) of `columns` columns; `operands` are the numbers of those
+// d = A B (`add` is 0) or d += A B (1) of `columns` columns; `operands` are the numbers of the operands
 // after the sums.
 #define WGMMA(add, access, columns, sums, operands, ...)                                           \
     asm volatile(                                                                                  \
@@ -266,7 +265,7 @@ static __device__ __forceinline__ void wgmma_wait() {
         : __VA_ARGS__)
 
 // d = A B with A from shared memory. A TRANSPOSE flag is 1 if the panels' rows are k. The previous
-// contents of d are not an operand: other instructions may have written them while products were in
+// contents of d are not an operand. Other instructions may have written them while products were in
 // flight, and the assembler would then have to serialise the products.
 template <int TRANSPOSE_A, int TRANSPOSE_B>
 static __device__ __forceinline__ void wgmma_first(float (&d)[16], uint64_t a, uint64_t b) {

@@ -1,4 +1,4 @@
-// What all kernels include: the headers of CUDA, pairs of bf16, reductions over a warp.
+// Included by all kernels: the headers of CUDA, pairs of bf16, reductions over a warp.
 //
 // The sources compile as CUDA and, through emulator/emulator.h, as C++ that runs on the CPU.
 #pragma once
@@ -13,7 +13,7 @@
 #include "emulator/emulator.h"
 #endif
 
-// Marks a struct that the host passes to kernels: build/parameters.rs declares it in Rust, too.
+// Marks a struct that the host passes to kernels: build/parameters.rs also declares it in Rust.
 #define PARAMETERS
 
 using bf16 = __nv_bfloat16;

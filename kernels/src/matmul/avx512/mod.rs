@@ -1,5 +1,5 @@
 //! bf16 matmuls on machines with AVX512-BF16: rows of packed blocks that fit the caches, divided
-//! into tiles. An f32 operand beside a bf16 one is rounded.
+//! into tiles. If one operand is bf16 and the other f32, the f32 operand is rounded.
 
 pub(super) mod pack;
 mod tile;
@@ -14,7 +14,7 @@ use crate::scratch::with_scratch;
 use pack::TILE_ROWS;
 use tile::{Terms, tile};
 
-/// Terms per block. Most layers have fewer, so their sums are stored once.
+/// Terms per block. Most layers have fewer terms, so their sums are stored once.
 const DEPTH: usize = 2048;
 /// Rows of a left block, which stays in the second-level cache.
 const ROWS: usize = 8 * TILE_ROWS;
@@ -30,15 +30,15 @@ pub(super) fn available() -> bool {
         && is_x86_feature_detected!("avx512bf16")
 }
 
-/// Returns the most scratch, in elements, of a thread in a matmul of at most `most` rows, columns and terms.
+/// Returns the maximum scratch, in elements, of a thread in a matmul of at most `most` rows, columns and terms.
 pub(super) fn most_scratch(most: usize) -> [usize; 1] {
     let (depth, rows) = (most.min(DEPTH).next_multiple_of(32), most.min(ROWS));
     [left_len(rows, depth, true).max(left_len(rows, depth, false))]
 }
 
-/// `vdpbf16ps`; only if [`available`].
+/// The instruction `vdpbf16ps`; only if [`available`].
 ///
-/// The cost of a right panel beyond the first-level cache was not measurable.
+/// Right panels larger than the first-level cache had no measurable cost.
 pub(super) struct Avx512;
 
 impl Kernel for Avx512 {
@@ -70,7 +70,7 @@ impl Kernel for Avx512 {
         let len = left_len(left.rows.min(ROWS), left.columns, left.column_stride == 1);
         with_scratch([len], |[packed]| {
             let packed = bytemuck::cast_slice_mut(packed);
-            // SAFETY: the machine has the instructions; the rest is the caller's promise.
+            // SAFETY: the machine has the instructions. The caller promises the rest.
             unsafe { block(left, packed, right, columns, output) }
         });
     }

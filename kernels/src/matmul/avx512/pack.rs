@@ -20,8 +20,8 @@ const PAIRS: usize = 16;
 const FIRST: [u16; VECTOR] = interleaved(0, VECTOR);
 const LAST: [u16; VECTOR] = interleaved(16, VECTOR);
 
-/// Indices of a vector's elements that form pairs: `start` and `start + distance`, and the
-/// following ones.
+/// Returns the indices of a vector's elements that form pairs: `start` and `start + distance`, and the
+/// following pairs.
 pub(crate) const fn interleaved(start: usize, distance: usize) -> [u16; VECTOR] {
     let mut order = [0; VECTOR];
     let mut i = 0;
@@ -77,12 +77,12 @@ fn interleave_rows<T: Element>(matrix: Matrix<'_, T>, out: &mut [u32], width: us
     }
 }
 
-/// Up to [`VECTOR`] elements of a row.
+/// Returns up to [`VECTOR`] elements of a row.
 fn vector_of<T>(row: &[T], start: usize) -> &[T] {
     &row[start.min(row.len())..row.len().min(start + VECTOR)]
 }
 
-/// A panel of a matrix with contiguous columns.
+/// Packs a panel of a matrix with contiguous columns.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn transpose_columns<T: Element>(panel: Matrix<'_, T>, out: &mut [u32]) {
     let columns = panel.transposed();
@@ -104,7 +104,7 @@ fn transpose_columns<T: Element>(panel: Matrix<'_, T>, out: &mut [u32]) {
     }
 }
 
-/// Distance between the pairs of a packed left matrix with this many rows.
+/// Returns the distance between the pairs of a packed left matrix with this many rows.
 pub(super) const fn left_width(rows: usize) -> usize {
     rows.next_multiple_of(VECTOR)
 }
@@ -115,7 +115,7 @@ pub(super) fn left_columns<T: Element>(matrix: Matrix<'_, T>, out: &mut [u32]) {
     interleave_rows(matrix.transposed(), out, left_width(matrix.rows));
 }
 
-/// Distance between packed rows of this many terms, which spreads them over the cache sets.
+/// Returns the distance between packed rows of this many terms, which spreads the rows over the cache sets.
 pub(super) const fn left_stride(terms: usize) -> usize {
     terms.next_multiple_of(VECTOR) / 2 + PAIRS
 }
@@ -131,15 +131,15 @@ pub(super) fn left_rows<T: Element>(matrix: Matrix<'_, T>, out: &mut [u32]) {
     }
 }
 
-/// Up to [`VECTOR`] elements as bf16, padded with zeros.
+/// Loads up to [`VECTOR`] elements as bf16, padded with zeros.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn load<T: Element>(elements: &[T]) -> __m512i {
     debug_assert!(elements.len() <= VECTOR);
     let mask = if elements.len() < VECTOR { (1u32 << elements.len()) - 1 } else { u32::MAX };
     // SAFETY: the masks cover only the slice's elements, of the type that `DTYPE` names (f32 or
-    // bf16, the two implementors), and both vector types are 64 bytes in which every bit pattern is
-    // valid.
+    // bf16, the two implementors). Both vector types are 64 bytes, and every bit pattern is
+    // valid in them.
     #[allow(unsafe_code)]
     unsafe {
         if T::DTYPE == DType::F32 {

@@ -28,8 +28,8 @@ pub(super) struct Terms {
 /// Computes a tile of `rows` x `columns` elements.
 ///
 /// # Safety
-/// The terms' pointers are valid for `rows` and a panel of pairs; the output's pointers are valid
-/// for `rows` x `columns` elements at their strides, and no other thread accesses those written.
+/// The terms' pointers are valid for `rows` and a panel of pairs. The output's pointers are valid
+/// for `rows` x `columns` elements at their strides, and no other thread accesses the written elements.
 #[allow(unsafe_code)]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) unsafe fn tile(rows: usize, columns: usize, terms: Terms, output: &Output) {
@@ -108,7 +108,7 @@ impl Addend {
     /// Loads a vector of elements.
     ///
     /// # Safety
-    /// The elements of the mask are valid from this row and column on.
+    /// The masked elements, starting at this row and column, are valid.
     #[allow(unsafe_code)]
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
@@ -134,13 +134,13 @@ impl Target {
     /// Stores a vector of elements.
     ///
     /// # Safety
-    /// The elements of the mask are valid from this row and column on, and nothing else accesses
+    /// The masked elements, starting at this row and column, are valid, and nothing else accesses
     /// them.
     #[allow(unsafe_code)]
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     unsafe fn store_masked(self, row: usize, column: usize, mask: u16, value: __m512) {
-        // SAFETY: the caller's promise; every bit pattern of both 32-byte types is valid.
+        // SAFETY: the caller's promise. Every bit pattern of both 32-byte types is valid.
         unsafe {
             match self {
                 Target::F32(start, stride) => {

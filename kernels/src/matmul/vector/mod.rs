@@ -1,4 +1,4 @@
-//! f32 matmuls on any machine: packed blocks, whose tiles of sums stay in the vector registers
+//! f32 matmuls on any machine: packed blocks, divided into tiles of sums that stay in the vector registers
 //! ([`tile`]). bf16 operands are converted while they are packed.
 
 mod pack;
@@ -16,14 +16,14 @@ use crate::scratch::with_scratch;
 use pack::Left;
 use tile::TILE_ROWS;
 
-/// Terms per block. Most layers have fewer, so their sums are stored once.
+/// Terms per block. Most layers have fewer terms, so their sums are stored once.
 const DEPTH: usize = 2048;
 /// Rows of a left block, which stays in the second-level cache.
 const ROWS: usize = 8 * TILE_ROWS;
 /// Elements of a right block, which stays in the last-level cache.
 const RIGHT: usize = 1 << 20;
 
-/// Returns the most scratch, in elements, of a thread in a matmul of at most `most` rows, columns and terms.
+/// Returns the maximum scratch, in elements, of a thread in a matmul of at most `most` rows, columns and terms.
 pub(super) fn most_scratch(most: usize) -> [usize; 1] {
     let depth = most.min(DEPTH).next_multiple_of(32);
     [pack::most_left_len(most.min(ROWS), depth).max(pack::right_scratch(depth))]
@@ -67,7 +67,7 @@ struct Rows<'a, T> {
     /// Packed panels of the left matrix's terms and `columns` columns.
     right: &'a [f32],
     columns: usize,
-    /// Valid for the rows of the left matrix and these columns, of which no other thread accesses any.
+    /// Valid for the rows of the left matrix and these columns; no other thread accesses any of them.
     output: Output,
 }
 

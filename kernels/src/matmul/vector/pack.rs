@@ -1,5 +1,5 @@
 //! The operands of f32 matmuls: panels of the right matrix, `[terms, PANEL]`, and blocks of the left
-//! one, which are read in place where its rows are contiguous.
+//! matrix, which are read in place if their rows are contiguous.
 
 use crate::matmul::blocked::PANEL;
 use crate::matmul::dot::widen;
@@ -9,14 +9,14 @@ use crate::scalar::{DType, Element};
 use crate::scratch::with_scratch;
 use crate::simd::vectorized;
 
-/// Elements between packed rows beyond their terms, which spread them over the cache sets.
+/// Gap between packed rows, in elements, which spreads the rows over the cache sets.
 const GAP: usize = 16;
-/// A distance of rows in bytes of which multiples share few cache sets: such rows are packed.
+/// A distance of rows in bytes. Multiples of it share few cache sets, so such rows are packed.
 const SAME_SETS: usize = 4096;
 /// Terms of a right panel that are converted at a time.
 const CHUNK: usize = 128;
 
-/// Returns the scratch elements to pack a right panel of this many terms.
+/// Returns the scratch elements that packing a right panel of this many terms needs.
 pub(super) fn right_scratch(terms: usize) -> usize {
     terms.min(CHUNK) * PANEL
 }
@@ -48,7 +48,7 @@ fn copy_rows<T: Element>(matrix: Matrix<'_, T>, out: &mut [f32], width: usize) {
     }
 }
 
-/// A panel of a matrix with contiguous columns, which are converted first.
+/// Packs a panel of a matrix with contiguous columns, after converting them.
 fn convert_columns<T: Element>(panel: Matrix<'_, T>, out: &mut [f32]) {
     with_scratch([right_scratch(panel.rows)], |[columns]| {
         for start in (0..panel.rows).step_by(CHUNK) {
@@ -70,7 +70,7 @@ pub(super) struct Left {
 }
 
 impl Left {
-    /// Returns the block itself if its rows are contiguous f32, else a copy in `packed`, which has
+    /// Returns the block itself if its rows are contiguous f32, otherwise a copy in `packed`, which has
     /// [`left_len`] elements.
     pub(super) fn of<T: Element>(block: Matrix<'_, T>, packed: &mut [f32]) -> Left {
         if let (true, Some(block)) = (is_in_place(&block), block.as_f32()) {
@@ -102,7 +102,7 @@ impl Left {
     }
 }
 
-/// Returns whether a block is read where it is.
+/// Returns whether a block is read in place.
 fn is_in_place<T: Element>(block: &Matrix<'_, T>) -> bool {
     let bytes = block.row_stride * size_of::<T>();
     T::DTYPE == DType::F32 && block.column_stride == 1 && !bytes.is_multiple_of(SAME_SETS)
@@ -113,7 +113,7 @@ pub(super) fn left_len<T: Element>(block: Matrix<'_, T>) -> usize {
     if is_in_place(&block) { 0 } else { most_left_len(block.rows, block.columns) }
 }
 
-/// Returns the most scratch elements of a left block of this shape.
+/// Returns the maximum scratch elements of a left block of this shape.
 pub(super) fn most_left_len(rows: usize, terms: usize) -> usize {
     (rows * (terms + GAP)).max(terms * rows.next_multiple_of(GAP))
 }

@@ -1,4 +1,4 @@
-//! Tiles by every set of vector instructions against plain sums. Other tests use the machine's best.
+//! Tiles by every set of vector instructions against plain sums. Other tests use only the machine's best set.
 
 use half::bf16;
 use pulp::Arch;
@@ -8,7 +8,7 @@ use crate::matmul::output::{Addend, Target};
 use crate::matmul::tests::{elements, view};
 use crate::simd::tests::kinds;
 
-/// `left right + addend` of sizes that end within tiles and panels.
+/// Checks `left right + addend` of sizes that end within tiles and panels.
 fn agrees<T: Element>(arch: Arch, [rows, columns, terms]: [usize; 3], transposed: bool) {
     let left_elements = elements::<T>(rows * terms, 1);
     let right_elements = elements::<T>(terms * columns, 2);

@@ -31,9 +31,9 @@ pub(super) struct Operands {
 /// Computes a tile of `rows` x `columns` elements.
 ///
 /// # Safety
-/// The operands' pointers are valid for these rows, whole vectors of columns, and their terms; the
-/// output's for `rows` x `columns` elements at their strides, and no other thread accesses those
-/// written.
+/// The operands' pointers are valid for these rows, whole vectors of columns, and their terms. The
+/// output's pointers are valid for `rows` x `columns` elements at their strides, and no other thread accesses the
+/// written elements.
 #[allow(unsafe_code)]
 #[inline(always)]
 pub(super) unsafe fn tile<S: Simd>(
@@ -64,7 +64,7 @@ pub(super) unsafe fn tile<S: Simd>(
 }
 
 /// # Safety
-/// As [`tile`].
+/// See [`tile`].
 #[allow(unsafe_code)]
 #[inline(always)]
 unsafe fn of<S: Simd, const M: usize, const V: usize>(
@@ -85,7 +85,7 @@ unsafe fn of<S: Simd, const M: usize, const V: usize>(
 /// Returns the sums of M rows and V vectors of columns.
 ///
 /// # Safety
-/// As [`tile`].
+/// See [`tile`].
 #[allow(unsafe_code)]
 #[inline(always)]
 unsafe fn sums<S: Simd, const M: usize, const V: usize>(
@@ -101,7 +101,7 @@ unsafe fn sums<S: Simd, const M: usize, const V: usize>(
             *panel = unsafe { vector.add(v * S::F32_LANES).cast::<S::f32s>().read_unaligned() };
         }
         for (row, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: this term of one of the rows.
+            // SAFETY: the pointer is to this term of one of the rows.
             let element = simd.splat_f32s(unsafe { *element.add(row * left.row_stride) });
             for (sum, &vector) in sums.iter_mut().zip(&panel) {
                 *sum = simd.mul_add_e_f32s(element, vector, *sum);

@@ -3,7 +3,7 @@
 
 namespace adamw {
 
-// A segment's elements whose squares are summed, and the blocks that sum them.
+// A segment of elements to square and sum, and the blocks that sum them.
 struct PARAMETERS Segment {
     const void* x;
     uint64_t count;
@@ -11,7 +11,7 @@ struct PARAMETERS Segment {
     uint32_t blocks;
 };
 
-// A table of segments in the kernel's parameters: it needs no memory and no copy.
+// A table of segments in the kernel's parameters: it needs neither memory nor a copy.
 struct PARAMETERS SquaredNorms {
     // One sum per block.
     double* partial;
@@ -47,7 +47,7 @@ struct PARAMETERS Update {
     uint32_t padding;
 };
 
-// The segment of a block: the last one that starts at or before it.
+// The segment of a block: the last segment that starts at or before the block.
 __device__ __forceinline__ const Segment& segment_of(const SquaredNorms& p, uint32_t block) {
     uint64_t at = 0, end = p.count;
     while (end - at > 1) {
@@ -67,8 +67,8 @@ __device__ __forceinline__ double square(G element) {
     return wide * wide;
 }
 
-// The segment's elements, divided among the threads of its blocks, 16 bytes at a time. Its first
-// threads add the elements outside whole aligned groups of 16 bytes.
+// Sums the squares of the segment's elements, divided among the threads of its blocks, 16 bytes at a time. The
+// segment's first threads add the elements outside whole aligned groups of 16 bytes.
 template <class G>
 __device__ void squared_norms(const SquaredNorms& p) {
     constexpr int N = WIDE<G>;
@@ -113,7 +113,7 @@ __device__ __forceinline__ void sum(const Sum& p) {
     }
 }
 
-// The f32 value of a weight and its remainder, and its split into both (remainder.rs).
+// Joins a weight and its remainder to the f32 value, and splits the value into both (remainder.rs).
 __device__ __forceinline__ float join(bf16 weight, int16_t remainder) {
     return __uint_as_float((uint32_t(__bfloat16_as_ushort(weight)) << 16) +
                            uint32_t(int32_t(remainder)));
@@ -123,11 +123,11 @@ __device__ __forceinline__ int16_t remainder_of(float exact, bf16 weight) {
         int32_t(__float_as_uint(exact) - (uint32_t(__bfloat16_as_ushort(weight)) << 16));
     return int16_t(left < -0x8000 ? -0x8000 : left > 0x7fff ? 0x7fff : left);
 }
-// The host passes remainders for bf16 weights only.
+// The host passes remainders only for bf16 weights.
 __device__ __forceinline__ float join(float weight, int16_t) { return weight; }
 __device__ __forceinline__ int16_t remainder_of(float, float) { return 0; }
 
-// Updates N elements at a time from `start` on.
+// Updates N elements at a time, starting at `start`.
 template <class T, class G, class M, int N>
 __device__ void update_from(const Update& p, uint64_t start) {
     const Pack<G, N>* gradients = packs<N>(static_cast<const G*>(p.gradients) + start);

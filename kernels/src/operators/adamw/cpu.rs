@@ -1,4 +1,4 @@
-//! The CPU bodies of AdamW and of the norm that its clipping needs.
+//! The CPU bodies of AdamW and of the norm for its clipping.
 
 use half::bf16;
 use rayon::prelude::*;
@@ -110,7 +110,7 @@ fn adamw<T: Element, G: Element, S: Element>(args: AdamWUpdate<'_, Cpu, T, G, S>
                 .for_each(|(g, m, v, weights)| vectorized!(update(&rule, g, m, v, weights)));
         }
         Some(remainder) => {
-            // `check` has ensured that these are bf16.
+            // `check` has ensured that the weights are bf16.
             let weights = bytemuck::cast_slice_mut::<T, bf16>(weights);
             let exact = (weights.par_chunks_mut(CHUNK), remainder.par_chunks_mut(CHUNK));
             (state.0, state.1, state.2, exact.0, exact.1).into_par_iter().for_each(

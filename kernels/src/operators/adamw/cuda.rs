@@ -1,6 +1,6 @@
 //! AdamW and the squared norm on a GPU.
 //!
-//! The norm takes one launch per [`SEGMENTS`] segments, with their table in the kernel's
+//! The norm needs one launch per [`SEGMENTS`] segments, with their table in the kernel's
 //! parameters, and one final sum.
 
 use bytemuck::Zeroable;
@@ -10,11 +10,11 @@ use crate::cuda::parameters::adamw::{Segment, SquaredNorms, Sum, Update};
 use crate::cuda::{Cuda, CudaView, CudaViewMut, THREADS, blocks, name};
 use crate::{Element, Result, check_len};
 
-/// Segments per launch: a kernel takes 4 KiB of parameters.
+/// Segments per launch: a kernel accepts 4 KiB of parameters.
 const SEGMENTS: usize = 128;
 const MIN_BLOCK_ELEMENTS: usize = 8 * THREADS;
 
-/// Returns the table of up to [`SEGMENTS`] segments, with one block per `of_block` elements of each, and
+/// Returns the table of up to [`SEGMENTS`] segments, with one block per `of_block` elements of each segment, and
 /// the total number of blocks.
 fn table<G: Element>(xs: &[CudaView<'_, G>], of_block: usize) -> ([Segment; SEGMENTS], usize) {
     let mut segments = [Segment::zeroed(); SEGMENTS];
@@ -32,7 +32,7 @@ fn table<G: Element>(xs: &[CudaView<'_, G>], of_block: usize) -> ([Segment; SEGM
     (segments, first)
 }
 
-/// `out[0] += scale * sum(x)`, where `x` is `count` f64 in scratch memory.
+/// Computes `out[0] += scale * sum(x)`, where `x` is `count` f64 in scratch memory.
 pub(crate) fn sum(
     cuda: &Cuda,
     x: u64,

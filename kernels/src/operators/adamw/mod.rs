@@ -29,11 +29,11 @@ pub struct AdamW {
     pub eps: f64,
     /// Decoupled weight decay; 0 for norms.
     pub weight_decay: f64,
-    /// Maximum global gradient norm; larger gradients are scaled down to it.
+    /// Maximum global gradient norm. Larger gradients are scaled down to it.
     pub clip_norm: f64,
     /// Global norm of the gradients before clipping.
     pub grad_norm: f64,
-    /// Number of this step, from 1, for the bias corrections.
+    /// Number of this step, starting at 1, for the bias corrections.
     pub step: u64,
 }
 
@@ -56,14 +56,14 @@ pub struct AdamWUpdate<'a, M: Memory, T: Element, G: Element, S: Element> {
 
 /// The optimiser as operators of a device.
 pub trait Optimizer: Memory {
-    /// `out[0] += sum(x^2)` over all of `xs`, of any length and alignment.
+    /// Computes `out[0] += sum(x^2)` over all of `xs`, of any length and alignment.
     fn squared_norms<G: Element>(
         &self,
         xs: &[View<'_, Self, G>],
         out: ViewMut<'_, Self, f64>,
     ) -> Result<()>;
 
-    /// One AdamW step on a range of flat buffers.
+    /// Computes one AdamW step on a range of flat buffers.
     fn adamw<T: Element, G: Element, S: Element>(
         &self,
         args: AdamWUpdate<'_, Self, T, G, S>,
@@ -80,7 +80,7 @@ struct Constants {
     root_correction: f32,
     beta1: f32,
     beta2: f32,
-    /// 1 - beta, subtracted in f64: beta2's rounding to f32 would be large relative to the
+    /// 1 - beta, subtracted in f64: the rounding of beta2 to f32 would be large relative to the
     /// difference.
     share1: f32,
     share2: f32,

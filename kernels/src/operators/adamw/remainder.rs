@@ -1,5 +1,5 @@
 //! An f32 parameter stored as the bf16 weight of the model and a 16-bit remainder, which together
-//! are exact. A separate f32 copy would take 32 bits (Megatron-LM's `store_param_remainders`).
+//! are exact. A separate f32 copy would need 32 bits (Megatron-LM's `store_param_remainders`).
 //!
 //! ```text
 //! bits(exact) = bits(weight) * 2^16 + remainder
@@ -16,14 +16,14 @@ pub fn join(weight: bf16, remainder: i16) -> f32 {
     f32::from_bits(bits.wrapping_add_signed(i32::from(remainder)))
 }
 
-/// Returns the nearest bf16 value, ties to even, and the remainder, so that [`join`] gives `exact`. One
-/// value in 2^17 is a tie that rounds down by 2^15, while a remainder is at most 2^15 - 1: its
+/// Returns the nearest bf16 value, ties to even, and the remainder: [`join`] returns `exact`, with one exception. One
+/// value in 2^17 is a tie that rounds down by 2^15, but a remainder is at most 2^15 - 1. The value's
 /// magnitude decreases by one unit in the last of 24 bits, as any f32 operation may round.
 #[inline(always)]
 pub fn split(exact: f32) -> (bf16, i16) {
     let weight = <bf16 as Element>::from_f32(exact);
     let left = exact.to_bits().wrapping_sub(u32::from(weight.to_bits()) << 16).cast_signed();
-    // Only a NaN's remainder can exceed a tie's, and it stays a NaN.
+    // Only a NaN's remainder can exceed a tie's. The value stays a NaN.
     (weight, left.clamp(i32::from(i16::MIN), i32::from(i16::MAX)) as i16)
 }
 
@@ -31,7 +31,7 @@ pub fn split(exact: f32) -> (bf16, i16) {
 mod tests {
     use super::*;
 
-    /// Values around every rounding boundary of some bf16 values.
+    /// Returns values around the rounding boundaries of every bf16 value.
     fn values() -> impl Iterator<Item = f32> {
         let lows = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
         (0..=u32::from(u16::MAX))
@@ -55,7 +55,7 @@ mod tests {
 
     #[test]
     fn what_came_back_splits_into_the_same() {
-        // Otherwise a resumed run would differ from an uninterrupted one.
+        // Otherwise a resumed run would differ from an uninterrupted run.
         for exact in values().filter(|exact| !exact.is_nan()) {
             let (weight, remainder) = split(exact);
             let (weight_again, remainder_again) = split(join(weight, remainder));

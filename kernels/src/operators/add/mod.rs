@@ -1,4 +1,4 @@
-//! Adds the output of a branch to the residual stream, if it is a sum over several ranks: otherwise
+//! Adds the output of a branch to the residual stream if the output is a sum over several ranks. Otherwise
 //! the branch's last matmul adds it.
 
 mod cpu;
@@ -9,7 +9,7 @@ use crate::{Element, Memory, Result, View, ViewMut, check_len};
 
 /// The addition as an operator of a device.
 pub trait Add: Memory {
-    /// `out = x + y`, in f32, rounded once; all have the same length.
+    /// Computes `out = x + y`, in f32, rounded once; all have the same length.
     fn add<T: Element>(
         &self,
         x: View<'_, Self, T>,

@@ -2,8 +2,8 @@
 //! scores: O = softmax(f q k^T / sqrt(D)) v, with a factor f that is 1 for most models.
 //!
 //! For each key/value head the selected (token, query head) rows are packed in token order, so
-//! work is proportional to the number of selected rows; dense attention is the case in which
-//! every row is selected. Keys and values exist for every token.
+//! work is proportional to the number of selected rows. In dense attention every row is
+//! selected. Keys and values exist for every token.
 //!
 //! Backward, with P the probabilities, dP = dO v^T and delta = sum(P dP) = `<dO, O>`:
 //! dS = P (dP - delta), dq = f dS k / sqrt(D), dk = f dS^T q / sqrt(D), dv = P^T dO.
@@ -32,12 +32,13 @@ pub struct AttentionShape {
     pub kv_heads: usize,
     /// Width of a head, D.
     pub head_dim: usize,
-    /// Elements from one token's queries to the next one's.
+    /// Elements from one token's queries to the next token's.
     pub query_stride: usize,
 }
 
 impl AttentionShape {
-    /// Queries and `key_length` keys of each sequence, in rows of packed queries, keys and values.
+    /// Returns the shape of queries and `key_length` keys of each sequence, in rows of packed queries, keys and
+    /// values.
     pub fn of_qkv(qkv: &QkvShape, key_length: usize) -> Self {
         AttentionShape {
             batch: qkv.batch,
@@ -50,12 +51,12 @@ impl AttentionShape {
         }
     }
 
-    /// Query heads that share one key/value head.
+    /// Returns the number of query heads that share one key/value head.
     pub fn group_size(&self) -> usize {
         self.heads / self.kv_heads
     }
 
-    /// Queries in all, N.
+    /// Returns the number of all queries, N.
     pub fn tokens(&self) -> usize {
         self.batch * self.query_length
     }
@@ -89,7 +90,7 @@ pub enum KeyValues<'a, M: Memory, T: Element> {
         /// Elements from one row to the next.
         row_stride: usize,
     },
-    /// Blocks of `block_length` tokens by head, so that a head's rows are one after another: token p of sequence b is
+    /// Blocks of `block_length` tokens by head, so that a head's rows are contiguous: token p of sequence b is
     /// row `p % block_length` of each head of block `block_table[b][p / block_length]`.
     Paged {
         /// Keys, `[blocks, G, block_length, D]`.
@@ -104,8 +105,9 @@ pub enum KeyValues<'a, M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> KeyValues<'_, M, T> {
-    /// Checks the lengths. `blocks` is the number of blocks that the table's entries refer to; `None` if the host cannot
-    /// read the table. The keys and values must then hold the blocks of one sequence, which are all different.
+    /// Checks the lengths. `blocks` is the number of blocks that the table's entries refer to; `None` if the host
+    /// cannot read the table. With `None`, the keys and values must fit the blocks of one sequence, which are all
+    /// different.
     fn check(
         &self,
         operator: &'static str,
@@ -139,7 +141,7 @@ copy_views!(KeyValues<M: Memory, T: Element>, Selection<M: Memory>, AttentionArg
 pub struct Selection<'a, M: Memory> {
     /// The first local heads, which every token computes.
     pub shared_heads: usize,
-    /// Not 0 where a token selected one of the other heads; `[B*T, H - shared_heads]`.
+    /// Nonzero if a token selected a head after the shared heads; `[B*T, H - shared_heads]`.
     pub routed: View<'a, M, u8>,
     /// Factors of the heads' outputs, `[B*T, H]`; 1 if `None`.
     pub weights: Option<View<'a, M, f32>>,
@@ -154,16 +156,16 @@ pub struct AttentionArgs<'a, M: Memory> {
     /// Position of the first query among the keys.
     pub query_offset: usize,
     /// First visible key of each query, the start of its document, `[B*T]`: non-decreasing within a
-    /// sequence, and not after the query itself. If `None`, keys are visible from the first one.
+    /// sequence, and not after the query itself. If `None`, keys are visible from the first key on.
     pub document_start: Option<View<'a, M, u32>>,
     /// The heads that each token computes; all if `None`.
     pub selection: Option<Selection<'a, M>>,
-    /// The factor of the scores beside 1 / sqrt(D).
+    /// The factor of the scores in addition to 1 / sqrt(D).
     pub score_factor: f32,
 }
 
 impl<M: Memory> AttentionArgs<'_, M> {
-    /// Causal attention of whole sequences, all heads computed.
+    /// Returns arguments of causal attention over whole sequences, with all heads computed.
     pub fn causal(shape: AttentionShape) -> Self {
         AttentionArgs {
             shape,
@@ -216,7 +218,7 @@ pub struct AttentionForward<'a, M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> AttentionForward<'_, M, T> {
-    /// Checks the lengths. `blocks` has the meaning that it has in [`KeyValues::check`].
+    /// Checks the lengths. [`KeyValues::check`] explains `blocks`.
     fn check(&self, blocks: Option<usize>) -> Result<()> {
         const OPERATOR: &str = "attention_forward";
         let AttentionForward { args, queries, key_values, out, log_sum_exp } = self;
@@ -235,7 +237,7 @@ impl<M: Memory, T: Element> AttentionForward<'_, M, T> {
 
 /// Arguments of [`Attention::attention_backward`].
 pub struct AttentionBackward<'a, M: Memory, T: Element> {
-    /// As in the forward pass.
+    /// Shape, visibility and selection, as in the forward pass.
     pub args: AttentionArgs<'a, M>,
     /// Rotated queries and keys, and values; `[B*T, (H + 2G) D]`.
     pub qkv: View<'a, M, T>,
@@ -245,9 +247,9 @@ pub struct AttentionBackward<'a, M: Memory, T: Element> {
     pub log_sum_exp: View<'a, M, f32>,
     /// `[B*T, H D]`.
     pub d_out: View<'a, M, T>,
-    /// Overwritten; rows of queries that were not selected are set to zero.
+    /// Overwritten. Rows of queries that were not selected are set to zero.
     pub d_qkv: ViewMut<'a, M, T>,
-    /// Overwritten with `<d_out, O>`, O the head's output before its weight; 0 where not selected;
+    /// Overwritten with `<d_out, O>`, O the head's output before its weight; 0 if not selected;
     /// `[B*T, H]`.
     pub delta: Option<ViewMut<'a, M, f32>>,
 }
@@ -279,23 +281,23 @@ impl<M: Memory, T: Element> AttentionBackward<'_, M, T> {
 
 /// Attention as an operator of a device.
 pub trait Attention: Memory {
-    /// Returns the name of the path of the last attention, forward or backward, on a device that has
-    /// several; `None` before the first.
+    /// Returns the name of the path of the last attention, forward or backward, on a device with
+    /// several paths; `None` before the first attention.
     fn last_path(&self) -> Option<&'static str> {
         None
     }
 
-    /// Attention of the selected (token, head) pairs; the rows of the others are set to zero.
+    /// Computes attention of the selected (token, head) pairs. The rows of other pairs are set to zero.
     fn attention_forward<T: Element>(&self, forward: AttentionForward<'_, Self, T>) -> Result<()>;
 
-    /// Causal attention of the selected (token, head) pairs of sequences of different lengths; the rows of
-    /// the others are set to zero.
+    /// Computes causal attention of the selected (token, head) pairs of sequences of different lengths; the rows of
+    /// other pairs are set to zero.
     fn attention_of_sequences<T: Element>(
         &self,
         args: SequenceAttention<'_, Self, T>,
     ) -> Result<()>;
 
-    /// Gradient of [`Attention::attention_forward`] over the packed `qkv` of a training step.
+    /// Computes the gradient of [`Attention::attention_forward`] over the packed `qkv` of a training step.
     fn attention_backward<T: Element>(
         &self,
         backward: AttentionBackward<'_, Self, T>,

@@ -1,4 +1,4 @@
-//! Attention of sequences of different lengths, as in generation: each has some new tokens, and keys and
+//! Attention of sequences of different lengths, as in generation: each sequence has some new tokens, and keys and
 //! values in blocks of one pool.
 
 use std::ops::Range;
@@ -11,22 +11,22 @@ use crate::{Element, Memory, QkvShape, Result, View, ViewMut, check_len, ensure}
 /// The new tokens of a sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Span {
-    /// Their rows among the tokens of the pass: those after the sequence before.
+    /// The rows of these tokens in the pass; they follow the rows of the previous sequence.
     pub rows: Range<usize>,
-    /// Position of the first one in the sequence: so many tokens are in the cache already.
+    /// Position of the first new token in the sequence: the number of tokens already in the cache.
     pub position: usize,
     /// The first entry of the sequence's blocks in the block table.
     pub first_block: usize,
-    /// Whether they are tokens of a prompt. The results of a prompt's tokens have the same bits for any
-    /// division of the prompt into passes. A generated token is alone in its span, and its result may differ
-    /// from that of the same token in a prompt.
+    /// Whether the tokens belong to a prompt. The results of a prompt's tokens have the same bits for any
+    /// division of the prompt into passes. A generated token is alone in its span. Its result may differ
+    /// from the result of the same token in a prompt.
     pub is_prompt: bool,
 }
 
 impl Span {
-    /// Returns the row, the position and the first block of each sequence whose token was generated.
+    /// Returns the row, the position and the first block of each sequence with a generated token.
     pub fn generated(spans: &[Span]) -> Vec<u32> {
-        // Of a pass, whose numbers of rows and blocks fit.
+        // The numbers of rows and blocks of a pass fit 32 bits.
         let numbers =
             |span: &Span| [span.rows.start as u32, span.position as u32, span.first_block as u32];
         spans.iter().filter(|span| !span.is_prompt).flat_map(numbers).collect()
@@ -37,11 +37,11 @@ impl Span {
 pub struct SequenceAttention<'a, M: Memory, T: Element> {
     /// Shape of `qkv`, with all tokens of the pass as one sequence.
     pub shape: &'a QkvShape,
-    /// The sequences, which have all of the tokens, in order.
+    /// The sequences in order; together they have all tokens of the pass.
     pub sequences: &'a [Span],
     /// The heads that each token computes; all if `None`.
     pub selection: Option<Selection<'a, M>>,
-    /// The factor of the scores beside 1 / sqrt(D).
+    /// The factor of the scores in addition to 1 / sqrt(D).
     pub score_factor: f32,
     /// Rotated queries, keys and values of the new tokens; `[N, (H + 2G) D]`.
     pub qkv: View<'a, M, T>,
@@ -51,7 +51,7 @@ pub struct SequenceAttention<'a, M: Memory, T: Element> {
     pub values: View<'a, M, T>,
     /// Indices of the sequences' blocks.
     pub block_table: View<'a, M, u32>,
-    /// What a GPU reads of the sequences whose token was generated ([`Span::generated`]), `[generated, 3]`.
+    /// The GPU's table of sequences with a generated token ([`Span::generated`]), `[generated, 3]`.
     pub generated: View<'a, M, u32>,
     /// Tokens of a block.
     pub block_length: usize,
@@ -61,14 +61,14 @@ pub struct SequenceAttention<'a, M: Memory, T: Element> {
     pub log_sum_exp: ViewMut<'a, M, f32>,
 }
 
-/// Returns the attention of some tokens of a sequence over all that are before them.
+/// Returns the shape of attention of a sequence's new tokens over these tokens and all earlier tokens.
 pub(super) fn shape_of(shape: &QkvShape, span: &Span) -> AttentionShape {
     let key_length = span.position + span.rows.len();
     let one = QkvShape { batch: 1, length: span.rows.len(), ..*shape };
     AttentionShape::of_qkv(&one, key_length)
 }
 
-/// Returns the entries of a sequence's blocks in the table.
+/// Returns the range of a sequence's blocks in the table.
 pub(super) fn blocks_of(span: &Span, block_length: usize) -> Range<usize> {
     let end = span.position + span.rows.len();
     span.first_block..span.first_block + end.div_ceil(block_length)
@@ -96,7 +96,7 @@ pub(super) fn args_of<'v, 'a: 'v, M: Memory>(
 }
 
 impl<M: Memory, T: Element> SequenceAttention<'_, M, T> {
-    /// Checks what all devices require.
+    /// Checks the requirements of all devices.
     pub(super) fn check(&self) -> Result<()> {
         const OPERATOR: &str = "attention_of_sequences";
         let &SequenceAttention { shape, sequences, selection, block_length, .. } = self;
@@ -127,12 +127,12 @@ impl<M: Memory, T: Element> SequenceAttention<'_, M, T> {
         ensure(OPERATOR, end == tokens, || {
             format!("sequences of {end} tokens, expected {tokens}")
         })?;
-        // The selection of all tokens, before it is divided.
+        // The selection of all tokens, before it is divided among the sequences.
         let whole = AttentionShape::of_qkv(shape, shape.length);
         AttentionArgs { selection, ..AttentionArgs::causal(whole) }.check(OPERATOR)
     }
 
-    /// Returns the attention of one of the sequences.
+    /// Returns the arguments for the attention of one of the sequences.
     #[cfg(gpu)]
     pub(super) fn of<'v>(&'v mut self, span: &Span) -> AttentionForward<'v, M, T> {
         let shape = shape_of(self.shape, span);

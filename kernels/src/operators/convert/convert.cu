@@ -9,7 +9,7 @@ struct PARAMETERS Parameters {
     uint64_t count;
 };
 
-// Copies the elements from `start` on, N at a time.
+// Copies the elements starting at `start`, N at a time.
 template <class X, class Y, int N>
 __device__ void convert_from(const Parameters& p, uint64_t start) {
     const Pack<X, N>* from = packs<N>(static_cast<const X*>(p.x) + start);

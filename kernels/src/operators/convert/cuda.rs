@@ -16,7 +16,7 @@ impl Convert for Cuda {
             return self.device().copy(x.address, y.address, x.len * size_of::<X>());
         }
         let parameters = Parameters { x: x.address, y: y.address, count: x.len as u64 };
-        // There are two types, so the input's type also determines the output's.
+        // The two element types differ, so the input's type also determines the output's.
         self.launch(&name::<X>("convert"), [blocks(x.len), 1], 0, &parameters)
     }
 }

@@ -8,7 +8,7 @@ use crate::{Element, Memory, Result, View, ViewMut};
 
 /// The conversion as an operator of a device.
 pub trait Convert: Memory {
-    /// `y = x`, rounded to the type of y; both have the same length.
+    /// Computes `y = x`, rounded to the type of y; both have the same length.
     fn convert<X: Element, Y: Element>(
         &self,
         x: View<'_, Self, X>,

@@ -17,7 +17,7 @@ struct PARAMETERS Losses {
     uint32_t with_gradients;
 };
 
-// For a head whose rows are sharded across ranks.
+// For a head with rows that are sharded across ranks.
 struct PARAMETERS VocabParallel {
     Losses losses;
     // [tokens, ranks + 1]: logarithms of the ranks' sums of exponentials, and the target's logit.
@@ -28,8 +28,8 @@ struct PARAMETERS VocabParallel {
     uint32_t ranks;
 };
 
-// The maximum of some logits, and the sum of their exponentials relative to it; -inf and 0 for
-// none.
+// The maximum of some logits, and the sum of their exponentials relative to it; -inf and 0 without
+// logits.
 struct Exponentials {
     float largest = -INFINITY;
     float sum = 0.0f;
@@ -45,20 +45,20 @@ struct Exponentials {
             sum *= expf(largest - most);
             largest = most;
         }
-        // The maximum may be -inf as well. A NaN propagates into the sum.
+        // The maximum may also be -inf. A NaN propagates into the sum.
 #pragma unroll
         for (int j = 0; j < N; j++) {
             sum += logits[j] == -INFINITY ? 0.0f : expf(logits[j] - largest);
         }
     }
 
-    // The sum relative to another reference, at least the maximum.
+    // The sum relative to another reference, which is at least the maximum.
     __device__ __forceinline__ float less(float reference) const {
         return sum == 0.0f ? 0.0f : sum * expf(largest - reference);
     }
 };
 
-// Over a row's logits except the one at `except`, for all threads of the block.
+// Computes the exponentials of a row's logits except the logit at `except`, for all threads of the block.
 template <class T, int N>
 __device__ Exponentials exponentials_of(const T* row, uint64_t count, uint64_t except) {
     Exponentials own;
@@ -128,12 +128,12 @@ __device__ void losses(const Losses& p) {
         }
         return;
     }
-    // Before the barriers of the sums: after them the row is overwritten.
+    // Read before the barriers of the sums: after them the row is overwritten.
     const float chosen = to_float(row[target]);
     const Exponentials others = exponentials(row, p.vocab_size, target);
     const float largest = fmaxf(others.largest, chosen);
     // The target's term is added in f64: if it is the maximum, the loss is the logarithm of 1 plus
-    // the small sum of the others.
+    // the small sum of the other terms.
     const double total = double(others.less(largest)) + double(expf(chosen - largest));
     if (threadIdx.x == 0) {
         p.losses[blockIdx.x] = double(largest) - double(chosen) + log(total);
@@ -145,8 +145,8 @@ __device__ void losses(const Losses& p) {
     differentiate(row, p.vocab_size, target, largest, factor, p.scale);
 }
 
-// Writes the values that the ranks sum: the logarithm of the rank's own sum into its column, and
-// the target's logit, if it is local, into the last. The table is zero elsewhere.
+// Writes the values that the ranks sum. The rank's own column gets the logarithm of its sum. The last column gets
+// the target's logit, if it is local. The table is zero elsewhere.
 template <class T>
 __device__ void vocab_parallel_sums(const VocabParallel& p) {
     const uint64_t count = p.losses.vocab_size;
@@ -171,7 +171,7 @@ __device__ void vocab_parallel_sums(const VocabParallel& p) {
     }
 }
 
-// The token's loss from all ranks' sums, on rank 0; with a scale, logits are replaced by their
+// Computes the token's loss from all ranks' sums, on rank 0; with a scale, replaces logits by their
 // gradients.
 template <class T>
 __device__ void vocab_parallel_losses(const VocabParallel& p) {

@@ -25,7 +25,7 @@ impl CrossEntropy for Cuda {
             self.zero(gradients.d_weight.part(0..vocab_size * width))?;
         }
         let losses = self.scratch(row_loss_bytes(tokens))?;
-        // Elements of f32.
+        // The buffer has f32 elements.
         let after = |elements: usize| scratch.address + (elements * size_of::<f32>()) as u64;
         let teacher_logits = after(chunk_elements(&shape));
         let teacher_losses = after(2 * chunk_elements(&shape));
@@ -82,7 +82,7 @@ impl Chunk {
         cuda.matmul(&Matmul { out: logits, left: x, right: weight.transposed(), addend: None })
     }
 
-    /// Computes the losses of the logits, and replaces these by their gradients if `parameters` request
+    /// Computes the losses of the logits, and replaces the logits by their gradients if `parameters` request
     /// them.
     fn losses<T: Element>(
         &self,
@@ -100,7 +100,7 @@ impl Chunk {
         }
     }
 
-    /// Computes the gradients from those of the logits; the next chunk adds to d_weight.
+    /// Computes the gradients from the gradients of the logits. The next chunk adds to d_weight.
     fn gradients<T: Element, G: Element>(
         &self,
         cuda: &Cuda,
@@ -146,13 +146,14 @@ fn vocab_parallel_losses<T: Element>(
 struct TeacherChunk<'c, 'a, T: Element> {
     teacher: &'c HeadTeacher<'a, Cuda, T>,
     first: usize,
-    /// Addresses of its logits, and of the tokens' distillation losses.
+    /// Addresses of the teacher's logits, and of the tokens' distillation losses.
     logits: u64,
     losses: u64,
 }
 
 impl<T: Element> TeacherChunk<'_, '_, T> {
-    /// Computes its logits, and both losses of the student's, as [`Chunk::losses`] does without a teacher.
+    /// Computes the teacher's logits and both losses of the student's logits, as [`Chunk::losses`] does without a
+    /// teacher.
     fn losses(
         &self,
         cuda: &Cuda,

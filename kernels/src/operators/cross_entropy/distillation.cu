@@ -1,5 +1,5 @@
 // The cross-entropy and the distillation loss of a chunk of tokens from the logits of both heads, one
-// block per token; with gradients, the student's logits are replaced by theirs (formulas: teacher.rs).
+// block per token. With gradients, the student's logits are replaced by their gradients (formulas: teacher.rs).
 #include "../../device/cuda/operators.cuh"
 
 namespace distillation {
@@ -7,14 +7,14 @@ namespace distillation {
 using cross_entropy::Exponentials;
 
 struct PARAMETERS Losses {
-    // [tokens, vocab_size], and the teacher's [tokens, compared].
+    // The student's [tokens, vocab_size], and the teacher's [tokens, compared].
     void* logits;
     const void* teacher;
     const uint32_t* targets;
-    // One per token, each.
+    // One element per token in each.
     double* losses;
     double* distillation_losses;
-    // Local rows of the head, and those of them that the teacher's distribution is over, the first ones.
+    // Local rows of the head. The teacher's distribution is over the first `compared` of them.
     uint64_t vocab_size;
     uint64_t compared;
     // Gradients of the total loss with respect to both losses of a token.
@@ -24,7 +24,7 @@ struct PARAMETERS Losses {
     uint32_t with_gradients;
 };
 
-// For heads whose rows are sharded across ranks.
+// For heads with rows that are sharded across ranks.
 struct PARAMETERS VocabParallel {
     Losses losses;
     // [tokens, 4 ranks + 1]: the ranks' `Sums`, and the target's logit.
@@ -36,7 +36,7 @@ struct PARAMETERS VocabParallel {
 };
 
 // Logarithms of the sums of exponentials of a token's logits, and of both heads' logits over the
-// temperature in the compared rows, -inf without any; and the mean of the teacher's minus the
+// temperature in the compared rows, -inf without compared rows. Also the mean of the teacher's minus the
 // student's logit over the temperature, in the teacher's distribution.
 struct Sums {
     double log_sum;
@@ -46,8 +46,8 @@ struct Sums {
 };
 constexpr int SUMS = 4;
 
-// Exponentials of the teacher's logits, and the sum of them times the logits' differences. That is f64: what is
-// left of it after the difference of the logarithms may be much smaller than the logits.
+// Exponentials of the teacher's logits, and their sum times the logits' differences. The difference is f64: after the
+// difference of the logarithms is subtracted, the result may be much smaller than the logits.
 struct Compared {
     float largest = -INFINITY;
     float sum = 0.0f;
@@ -110,10 +110,10 @@ __device__ bool compared_wide(const Losses& p, const T* row, const T* teacher) {
     return wide<T>(p.compared, row) && wide<T>(p.compared, teacher);
 }
 
-// The sums of a row whose target is at `target`, if that is one of its columns.
+// Computes the sums of a row. The target is at `target`, if that is one of the row's columns.
 template <class T>
 __device__ Sums measure(const Losses& p, const T* row, const T* teacher, uint64_t target) {
-    // Before the barriers of the sums: after them the row is overwritten.
+    // Read before the barriers of the sums: after them the row is overwritten.
     const float chosen = target < p.vocab_size ? to_float(row[target]) : -INFINITY;
     const Exponentials others = cross_entropy::exponentials(row, p.vocab_size, target);
     const float largest = fmaxf(others.largest, chosen);
@@ -131,7 +131,7 @@ __device__ Sums measure(const Losses& p, const T* row, const T* teacher, uint64_
     return sums;
 }
 
-// The exponentials of logits relative to `reference`, times `factor`, are a distribution, scaled.
+// A scaled distribution: the exponentials of logits relative to `reference`, times `factor`.
 struct Scaled {
     float reference;
     float factor;
@@ -176,19 +176,19 @@ __device__ void differentiate(const Losses& p, T* row, const T* teacher, uint64_
     } else {
         differentiate_by<T, 1>(p, row, teacher, target, own, students, teachers);
     }
-    // A target in the rows before wraps around to an index beyond the rest.
+    // A target in the compared rows wraps around to an index beyond the rest.
     cross_entropy::differentiate(row + p.compared, p.vocab_size - p.compared, target - p.compared,
                                  own.reference, own.factor, p.scale);
 }
 
-// A token's losses, from the sums of the whole vocabulary and the target's logit.
+// Writes a token's losses, from the sums of the whole vocabulary and the target's logit.
 __device__ void write(const Losses& p, const Sums& sums, double target) {
     const double divergence = sums.difference + sums.student - sums.teacher;
     p.losses[blockIdx.x] = sums.log_sum - target;
     p.distillation_losses[blockIdx.x] = double(p.temperature) * double(p.temperature) * divergence;
 }
 
-// The losses of a token without a target, or without one that this rank adds.
+// Writes zero losses, for a token without a target or with a target that another rank adds.
 __device__ void write_zeros(const Losses& p) {
     p.losses[blockIdx.x] = 0.0;
     p.distillation_losses[blockIdx.x] = 0.0;
@@ -217,7 +217,7 @@ __device__ void losses(const Losses& p) {
     }
 }
 
-// Writes the rank's sums into its columns, and the target's logit, if it is local, into the last. The
+// Writes the rank's sums into its columns. The last column gets the target's logit, if it is local. The
 // table is zero elsewhere.
 template <class T>
 __device__ void vocab_parallel_sums(const VocabParallel& p) {
@@ -244,7 +244,7 @@ __device__ void vocab_parallel_sums(const VocabParallel& p) {
     }
 }
 
-// Logarithm of the sum of the exponentials of a column of all ranks.
+// Logarithm of the sum of the exponentials of one column of all ranks.
 __device__ double log_sum_exp(const double* column, uint32_t ranks) {
     double largest = column[0], total = 0.0;
     for (uint32_t rank = 1; rank < ranks; rank++) {
@@ -256,7 +256,7 @@ __device__ double log_sum_exp(const double* column, uint32_t ranks) {
     return largest + log(total);
 }
 
-// The token's losses from all ranks' sums, on rank 0; with gradients, logits are replaced by theirs.
+// Computes the token's losses from all ranks' sums, on rank 0; with gradients, replaces logits by their gradients.
 template <class T>
 __device__ void vocab_parallel_losses(const VocabParallel& p) {
     const uint64_t count = p.losses.vocab_size;

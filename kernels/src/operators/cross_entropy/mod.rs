@@ -2,16 +2,16 @@
 //! for any vocabulary, and are replaced by their gradients in place.
 //!
 //! With p = softmax(x W^T): loss = -log `p[target]`, d_logits = scale (p - onehot(target)), d_x =
-//! d_logits W, and d_W = d_logits^T x, overwritten or accumulated; from the second chunk on it is
-//! accumulated. With x and W in bf16, a device may round d_logits to bf16 before the matmuls; sums
+//! d_logits W, and d_W = d_logits^T x, overwritten or accumulated. From the second chunk on d_W is
+//! always accumulated. With x and W in bf16, a device may round d_logits to bf16 before the matmuls; sums
 //! stay in f32.
 //!
-//! Ranks with shards of the head's rows exchange, for every chunk, the logarithms of their local
+//! For every chunk, ranks with shards of the head's rows exchange the logarithms of their local
 //! sums of exponentials, and the target's logit. They sum one table with a column per rank, and a
 //! last column for the logit.
 //!
-//! A teacher adds a loss ([`HeadTeacher`]): its logits are computed beside those of a chunk, by its own
-//! head, and no more of them exist at once.
+//! A teacher adds a loss ([`HeadTeacher`]). Its own head computes its logits chunk by chunk, and no more of them exist
+//! at the same time.
 
 pub(crate) mod cpu;
 #[cfg(gpu)]
@@ -24,7 +24,7 @@ use crate::linear::Accumulation;
 use crate::ranks::{AllReduce, VocabularyRows};
 use crate::{Element, Memory, Result, View, ViewMut, Workspace, check_len, ensure};
 
-/// Tokens of a GPU's chunk of f32 logits; a chunk of bf16 logits has twice as many.
+/// Tokens of a GPU's chunk of f32 logits. A chunk of bf16 logits has twice as many.
 pub(crate) const GPU_CHUNK: usize = 1024;
 
 /// A target without a loss.
@@ -41,12 +41,12 @@ pub struct HeadShape {
     pub vocab_size: usize,
     /// The largest number of rows on a rank, from which all ranks derive the same chunks.
     pub largest_share: usize,
-    /// Whether there is a teacher, whose logits take scratch too.
+    /// Whether the head has a teacher. The teacher's logits also need scratch.
     pub has_teacher: bool,
 }
 
 impl HeadShape {
-    /// Creates an unsharded head.
+    /// Creates the shape of an unsharded head.
     pub const fn whole(tokens: usize, width: usize, vocab_size: usize) -> Self {
         HeadShape { tokens, width, vocab_size, largest_share: vocab_size, has_teacher: false }
     }
@@ -115,9 +115,9 @@ pub struct CrossEntropyArgs<'a, M: Memory, T: Element, G: Element> {
     pub targets: View<'a, M, u32>,
     /// [`crate::Workspace::cross_entropy_scratch`] elements.
     pub scratch: ViewMut<'a, M, f32>,
-    /// Added to: the cross-entropy, `[1]`, and with a teacher the distillation loss, `[2]`.
+    /// Added to: the cross-entropy, `[1]`, or with a teacher the cross-entropy and the distillation loss, `[2]`.
     pub loss: ViewMut<'a, M, f64>,
-    /// The teacher, if there is one.
+    /// The teacher, if the head has a teacher.
     pub teacher: Option<HeadTeacher<'a, M, T>>,
     /// The gradients, if they are requested.
     pub gradients: Option<HeadGradients<'a, M, T, G>>,
@@ -127,10 +127,10 @@ pub struct CrossEntropyArgs<'a, M: Memory, T: Element, G: Element> {
 
 /// The output projection with its loss as an operator of a device.
 pub trait CrossEntropy: Memory {
-    /// Cross-entropy of the output projection, in chunks of tokens, so that not all logits exist at
-    /// once: `loss[0] += sum_n -log softmax(x[n] weight^T)[targets[n]]` over the targets that are
-    /// not [`IGNORED`], the distillation loss of the same tokens if there is a teacher, and the gradients if
-    /// requested.
+    /// Computes the cross-entropy of the output projection in chunks of tokens, so that not all logits exist at
+    /// the same time: `loss[0] += sum_n -log softmax(x[n] weight^T)[targets[n]]` over the targets that are
+    /// not [`IGNORED`]. With a teacher, also computes the distillation loss of the same tokens. Computes the gradients
+    /// if they are requested.
     fn cross_entropy<T: Element, G: Element>(
         &self,
         args: CrossEntropyArgs<'_, Self, T, G>,

@@ -6,22 +6,22 @@
 //! rows. The KL is T^2 larger than without the factor, so that gradients do not shrink as 1 / T^2.
 //!
 //! With Z_s and Z_t the logarithms of the sums of exponentials of s / T and t / T, KL = sum_v `q_v (t_v - s_v) / T` +
-//! Z_s - Z_t: one pass over the logits gives all three sums. Ranks with shards of the rows exchange theirs in further
-//! columns of their table.
+//! Z_s - Z_t: one pass over the logits computes all three sums. Ranks with shards of the rows exchange their sums in
+//! additional columns of their table.
 
 use crate::{Element, Memory, Result, View, check_len, ensure};
 
 use super::HeadShape;
 
-/// The teacher of a head: its head, and what the head reads.
+/// The teacher of a head: the teacher's own head and its inputs.
 pub struct HeadTeacher<'a, M: Memory, T: Element> {
     /// Width of the teacher's residual stream, C'.
     pub width: usize,
     /// `[N, C']`.
     pub x: View<'a, M, T>,
-    /// `[V, C']`: rows of the same tokens as those of the head that is trained.
+    /// `[V, C']`: rows of the same tokens as in the trained head.
     pub weight: View<'a, M, T>,
-    /// The number of rows of the whole vocabulary, from the first on, that the distributions are over: fewer than all
+    /// The distributions are over this number of first rows of the whole vocabulary: fewer than all
     /// if the vocabulary has grown since the teacher was trained.
     pub rows: usize,
     /// The temperature, T.
@@ -30,7 +30,7 @@ pub struct HeadTeacher<'a, M: Memory, T: Element> {
     pub scale: f32,
 }
 
-/// Checks that there is a teacher if the shape says so, and that it fits the head.
+/// Checks that the teacher exists if the shape has one, and that it fits the head.
 pub(super) fn check<M: Memory, T: Element>(
     operator: &'static str,
     shape: &HeadShape,

@@ -5,7 +5,7 @@ namespace embedding {
 
 struct PARAMETERS Parameters {
     const uint32_t* ids;
-    // Forward: the table and the rows read from it. Backward: its gradient and theirs.
+    // Forward: the table and the rows read from it. Backward: the gradients of both.
     void* table;
     void* rows;
     uint64_t tokens;
@@ -15,7 +15,7 @@ struct PARAMETERS Parameters {
     uint64_t count;
 };
 
-// The row of an id in the table; an id before its rows wraps around to an index beyond them. An id
+// The row of an id in the table. An id before the table's rows wraps around to an index beyond them. An id
 // outside the table reads zeros: it belongs to another rank, and a kernel must never read outside
 // its table.
 __device__ __forceinline__ uint64_t place(const Parameters& p, uint32_t id) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ bool seen_before(const uint32_t* ids, uint64_t end, u
     return block_sum(found) > 0;
 }
 
-// Columns that a thread sums in registers at a time.
+// Columns that a thread sums in registers at the same time.
 constexpr int COLUMNS = 8;
 
 // Adds the gradients of all tokens with this id, in order, to a range of its row.
@@ -79,7 +79,7 @@ __device__ void add_rows(const Parameters& p, uint32_t id, uint64_t first_column
     }
 }
 
-// The block of an id's first token handles all of its tokens, so that each row has one writer and a
+// The block of an id's first token processes all tokens with this id, so that each row has one writer and a
 // fixed order of summation.
 template <class T, class G>
 __device__ void backward(const Parameters& p) {

@@ -1,5 +1,5 @@
 //! Token embedding: a gather forward, a scatter-add backward. A rank with a shard of the rows
-//! returns zeros for the others.
+//! returns zeros for other ranks' rows.
 
 mod cpu;
 #[cfg(gpu)]
@@ -38,13 +38,13 @@ pub struct EmbeddingBackward<'a, M: Memory, T: Element, G: Element> {
 
 /// The embedding as an operator of a device.
 pub trait Embedding: Memory {
-    /// `out[n] = table[ids[n]]`; zeros for rows outside the table.
+    /// Computes `out[n] = table[ids[n]]`; zeros for rows outside the table.
     ///
     /// # Errors
     /// Fails for an id outside the vocabulary, if the device can detect it.
     fn embedding_forward<T: Element>(&self, args: EmbeddingForward<'_, Self, T>) -> Result<()>;
 
-    /// `d_table[ids[n]] += d_out[n]`, in the order of n, for the rows in the table.
+    /// Computes `d_table[ids[n]] += d_out[n]`, in the order of n, for the rows in the table.
     fn embedding_backward<T: Element, G: Element>(
         &self,
         args: EmbeddingBackward<'_, Self, T, G>,

@@ -9,7 +9,7 @@ struct PARAMETERS Append {
     void* values;
     // The place of each token in the cache: row % block_length of each head of block row / block_length.
     const uint32_t* rows;
-    // Elements of a token in qkv, and before its keys.
+    // Elements of a token in qkv, and elements before its keys.
     uint64_t row;
     uint64_t first;
     uint32_t kv_heads;

@@ -10,7 +10,7 @@ use crate::{Element, Memory, QkvShape, Result, View, ViewMut, check_len, ensure}
 pub struct KeyValueAppend<'a, M: Memory, T: Element> {
     /// Shape of `qkv`.
     pub shape: &'a QkvShape,
-    /// The place of each token in the cache, none twice: row `r % block_length` of each head of block
+    /// The place of each token in the cache, all different: row `r % block_length` of each head of block
     /// `r / block_length`; `[N]`.
     pub rows: View<'a, M, u32>,
     /// Tokens of a block.
@@ -26,7 +26,7 @@ pub struct KeyValueAppend<'a, M: Memory, T: Element> {
 /// Appending to the cache as an operator of a device.
 pub trait KeyValueCache: Memory {
     /// Copies the keys and values of new tokens from `qkv` to their rows of the cache. A device does not
-    /// check that these are within the cache.
+    /// check that the rows are within the cache.
     fn key_value_append<T: Element>(&self, args: KeyValueAppend<'_, Self, T>) -> Result<()>;
 }
 

@@ -1,6 +1,6 @@
 //! Linear layers: y = x W^T with W `[outputs, inputs]`, as checkpoints store it.
 //!
-//! Backward: d_x = d_y W and d_W = d_y^T x, each written or added straight into the gradient's buffer.
+//! Backward: d_x = d_y W and d_W = d_y^T x, each written or added directly to the gradient's buffer.
 
 mod cpu;
 #[cfg(gpu)]
@@ -21,15 +21,15 @@ pub struct LinearForward<'a, M: Memory, T: Element> {
     pub residual: Option<View<'a, M, T>>,
     /// Overwritten; `[N, outputs]`.
     pub y: ViewMut<'a, M, T>,
-    /// Whether the bits of a token's outputs may not depend on the number of tokens. On a GPU they may.
+    /// Whether the bits of a token's outputs must not depend on the number of tokens. A GPU ignores this.
     pub independent: bool,
-    /// The weight as [`Linear::pack_weight`] has written it, which is faster for few tokens: the outputs are
-    /// independent then.
+    /// The weight as packed by [`Linear::pack_weight`], which is faster for few tokens. The outputs are then
+    /// independent.
     pub packed: Option<View<'a, M, u32>>,
 }
 
 impl<'a, M: Memory, T: Element> LinearForward<'a, M, T> {
-    /// Creates a product alone, by the weight itself.
+    /// Creates the arguments of a product without a residual, by the weight itself.
     pub fn new(
         inputs: usize,
         x: View<'a, M, T>,
@@ -70,10 +70,11 @@ pub struct LinearBackwardWeight<'a, M: Memory, T: Element, G: Element> {
 
 /// Linear layers as operators of a device.
 pub trait Linear: Memory {
-    /// `y = x weight^T (+ residual)`.
+    /// Computes `y = x weight^T (+ residual)`.
     fn linear_forward<T: Element>(&self, args: LinearForward<'_, Self, T>) -> Result<()>;
 
-    /// Returns the elements of a packed weight `[outputs, inputs]` of elements `T`; 0 if the device does not pack them.
+    /// Returns the elements of a packed weight `[outputs, inputs]` of elements `T`; 0 if the device does not pack
+    /// weights.
     fn packed_len<T: Element>(&self, _inputs: usize, _outputs: usize) -> usize {
         0
     }
@@ -86,13 +87,13 @@ pub trait Linear: Memory {
         packed: ViewMut<'_, Self, u32>,
     ) -> Result<()>;
 
-    /// `d_x = d_y weight` or `d_x += d_y weight`, depending on `accumulation`.
+    /// Computes `d_x = d_y weight` or `d_x += d_y weight`, depending on `accumulation`.
     fn linear_backward_input<T: Element>(
         &self,
         args: LinearBackwardInput<'_, Self, T>,
     ) -> Result<()>;
 
-    /// `d_weight = d_y^T x` or `d_weight += d_y^T x`, depending on `accumulation`; without tokens
+    /// Computes `d_weight = d_y^T x` or `d_weight += d_y^T x`, depending on `accumulation`; without tokens
     /// `d_y^T x` is zero.
     fn linear_backward_weight<T: Element, G: Element>(
         &self,

@@ -75,7 +75,7 @@ impl QkNorm for Cuda {
 }
 
 impl Backward {
-    /// Returns whether a warp's threads or fewer read a head, 16 bytes each.
+    /// Returns whether at most a warp's threads read a head, 16 bytes each.
     fn teams_read_heads<T: Element>(&self) -> bool {
         let Backward { qkv, weight, d_qkv, head_dim, .. } = *self;
         let bytes = head_dim * size_of::<T>() as u64;

@@ -46,10 +46,10 @@ pub struct QkNormBackward<'a, M: Memory, T: Element, G: Element> {
 
 /// Query and key norms as an operator of a device.
 pub trait QkNorm: Memory {
-    /// Returns the norms queries and keys, and copies values.
+    /// Normalises queries and keys, and copies values.
     fn qk_norm_forward<T: Element>(&self, args: QkNormForward<'_, Self, T>) -> Result<()>;
 
-    /// Replaces the gradients of normed queries and keys by the gradients of the unnormed ones, and
+    /// Replaces the gradients of normed queries and keys by the gradients before the norms, and
     /// adds the gradients of the weights.
     fn qk_norm_backward<T: Element, G: Element>(
         &self,
@@ -57,7 +57,7 @@ pub trait QkNorm: Memory {
     ) -> Result<()>;
 }
 
-/// Checks a shape and the lengths that both passes share, and that of the output of this name.
+/// Checks a shape, the lengths that both passes share, and the length of the output with this name.
 fn check(
     operator: &'static str,
     shape: &QkvShape,

@@ -1,17 +1,17 @@
-// Query and key norms. A team of threads reads a head once, 16 bytes each. Backward, a block has a
-// group of tokens, over which its threads keep the gradients of their columns' weights in registers;
-// then the sum over groups, in a fixed order.
+// Query and key norms. A team of threads reads a head once, 16 bytes each. Backward, a block processes a
+// group of tokens, and its threads accumulate the gradients of their columns' weights in registers;
+// then another kernel sums over groups, in a fixed order.
 //
-// Heads that are not aligned or have more than 32 such parts are read more than once: forward by a
-// warp each; backward in two steps, 1 / rms and the correction along x of each head, and the
-// gradients, one thread for some columns of a group of tokens.
+// Heads that are not aligned, or have more than 32 parts of 16 bytes, are read more than once. Forward, a warp
+// computes each head. Backward has two steps: first 1 / rms and the correction along x of each head, then
+// the gradients, with one thread for some columns of a group of tokens.
 #include "../../device/cuda/operators.cuh"
 
 namespace qk_norm {
 
 // Heads of a block's part in the forward pass, as in qk_norm/cuda.rs.
 constexpr uint32_t HEADS = 64;
-// Heads that a team has in flight.
+// Heads that a team processes at the same time.
 constexpr int AT_ONCE = 2;
 
 struct PARAMETERS Forward {
@@ -31,7 +31,7 @@ struct PARAMETERS Backward {
     const void* weight;
     // The gradient of `normed`, replaced by the gradient of `qkv`.
     void* d_qkv;
-    // 1 / rms and correction, [tokens, heads + kv_heads] each.
+    // 1 / rms, and the correction; each [tokens, heads + kv_heads].
     float* inv_rms;
     float* correction;
     // [groups, 2, head_dim]
@@ -48,7 +48,7 @@ struct PARAMETERS Backward {
 // Teams of a block's threads: a team works on one head at a time, 16 bytes in each thread.
 template <class T>
 struct Teams {
-    // Threads of a team, a power of two; this thread's number in it; whether it has a part of a head.
+    // Threads of a team, a power of two; this thread's number in the team; whether it has a part of a head.
     uint32_t size, thread;
     bool active;
     // This thread's team, and all teams of the block.
@@ -71,7 +71,7 @@ struct Teams {
         return head_dim / WIDE<T> <= 32;
     }
 
-    // The sums of each of the values over the team's threads, in a fixed order.
+    // Sums each of the values over the team's threads, in a fixed order.
     template <int M>
     __device__ __forceinline__ void sum(float (&values)[M]) const {
         for (uint32_t bits = 1; bits < size; bits *= 2) {
@@ -83,7 +83,7 @@ struct Teams {
     }
 };
 
-// A part of the heads of all tokens' queries, keys and values, by a block.
+// Computes a block's part of the heads of all tokens' queries, keys and values.
 template <class T>
 __device__ void forward_heads(const Forward& p) {
     constexpr int N = WIDE<T>;
@@ -143,7 +143,7 @@ __device__ __forceinline__ float inverse_rms(float squares, uint64_t width, doub
     return float(1.0 / sqrt(double(warp_sum(squares)) / double(width) + eps));
 }
 
-// Head `index` of the queries, keys and values of all tokens, by a warp.
+// Computes head `index` of the queries, keys and values of all tokens, by a warp.
 template <class T, int N>
 __device__ void forward_head(const Forward& p, uint64_t index) {
     const uint32_t head = index % (p.heads + 2 * p.kv_heads), lane = threadIdx.x % 32;
@@ -209,8 +209,8 @@ __device__ __forceinline__ uint64_t start_of(const Backward& p, uint64_t token, 
     return (token * (p.heads + 2 * p.kv_heads) + head) * p.head_dim;
 }
 
-// Adds the gradients of the columns' weights, of `count` heads from `first` on of the tokens from
-// `token` to `end`, to `sums`, and replaces the heads' gradients.
+// Adds the gradients of the columns' weights to `sums`, and replaces the heads' gradients. Processes
+// `count` heads from `first` on, of the tokens from `token` to `end`.
 template <class T>
 __device__ void heads_backward(const Backward& p, const Teams<T>& teams, uint64_t token,
                                uint64_t end, uint32_t first, uint32_t count,
@@ -229,9 +229,9 @@ __device__ void heads_backward(const Backward& p, const Teams<T>& teams, uint64_
     }
     for (uint32_t start = 0; start < heads; start += AT_ONCE * teams.count) {
         Pack<T, N> x[AT_ONCE] = {}, d[AT_ONCE] = {};
-        // Index of this thread's part of a head, from the first token on.
+        // Index of this thread's part of a head, starting at the first token.
         uint32_t at[AT_ONCE];
-        // Of each head, the sum of the squares and <x weight, d_y>.
+        // For each head, the sum of the squares and <x weight, d_y>.
         float head_sums[2 * AT_ONCE] = {};
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
@@ -269,7 +269,7 @@ __device__ void heads_backward(const Backward& p, const Teams<T>& teams, uint64_
     }
 }
 
-// Block i: the queries and keys of group i of the tokens.
+// Block i computes the queries and keys of group i of the tokens.
 template <class T>
 __device__ void backward_heads(const Backward& p) {
     constexpr int N = WIDE<T>;
@@ -298,7 +298,7 @@ __device__ void backward_heads(const Backward& p) {
     }
 }
 
-// Head `index` of the queries and keys of all tokens, by a warp.
+// Measures head `index` of the queries and keys of all tokens, by a warp.
 template <class T, int N>
 __device__ void measure_head(const Backward& p, uint64_t index) {
     const uint64_t token = index / (p.heads + p.kv_heads);
@@ -338,7 +338,7 @@ __device__ void measure(const Backward& p) {
     }
 }
 
-// N columns, from `column` on, of the heads from `first` to `end` of a group of tokens.
+// Computes N columns, starting at `column`, of the heads from `first` to `end` of a group of tokens.
 template <class T, int N>
 __device__ void columns_backward(const Backward& p, uint64_t group, uint64_t column, uint32_t first,
                                  uint32_t end) {

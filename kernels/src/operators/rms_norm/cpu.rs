@@ -19,7 +19,7 @@ pub(crate) fn scratch_bytes(tokens: usize, width: usize) -> usize {
     scratch::bytes(&[partial_len(tokens, width)])
 }
 
-/// Sums of the weight's gradient, of each part of the tokens.
+/// Returns the number of partial sums of the weight's gradient: one row for each part of the tokens.
 fn partial_len(tokens: usize, width: usize) -> usize {
     tokens.div_ceil(ROWS) * width
 }
@@ -132,7 +132,7 @@ fn row_backward<T: Element>(
     for ((((x, weight), d_y), d_x), d_weight) in
         x.iter().zip(weight).zip(d_y).zip(d_x).zip(d_weight)
     {
-        // All elements are read before the first is written: the compiler cannot prove that the
+        // All elements are read before the first element is written: the compiler cannot prove that the
         // slices are disjoint.
         let (mut stream, mut sums) = (*d_x, *d_weight);
         for i in 0..BLOCK {

@@ -10,7 +10,7 @@ use crate::{Element, Result, check_len};
 const SUM_COLUMNS: usize = 8;
 /// Bytes that a thread reads at once.
 const WIDE_BYTES: u64 = 16;
-/// Threads of a warp, of which blocks consist.
+/// Threads of a warp. A block is a multiple of it.
 const WARP: usize = 32;
 /// Maximum threads of a block of `rms_norm_backward_rows`.
 const MAX_THREADS: usize = 1024;
@@ -69,7 +69,7 @@ impl RmsNorm for Cuda {
 }
 
 impl Backward {
-    /// Threads of a block whose threads read 16 bytes of a row each, if there is one.
+    /// Returns the threads of a block in which each thread reads 16 bytes of a row; `None` if no block can.
     fn threads_of_row<T: Element>(&self) -> Option<usize> {
         let Backward { x, weight, d_y, d_x, partial, width, .. } = *self;
         let bytes = width * size_of::<T>() as u64;

@@ -41,7 +41,7 @@ pub struct RmsNormBackward<'a, M: Memory, T: Element, G: Element> {
 
 /// RMSNorm as an operator of a device.
 pub trait RmsNorm: Memory {
-    /// `y = x * inv_rms * weight`, `inv_rms[n] = 1 / sqrt(mean(x[n]^2) + eps)`.
+    /// Computes `y = x * inv_rms * weight`, `inv_rms[n] = 1 / sqrt(mean(x[n]^2) + eps)`.
     fn rms_norm_forward<T: Element>(&self, args: RmsNormForward<'_, Self, T>) -> Result<()>;
 
     /// Adds the gradients of [`RmsNorm::rms_norm_forward`] to `d_x` and `d_weight`.

@@ -1,8 +1,8 @@
 // RMSNorm. Forward, one block per token. Backward, one block per group of consecutive tokens, which
 // reads x and d_y once: each thread keeps the gradients of its columns' weights in registers over
 // the group. Rows that are not aligned, or wider than a block's threads, are read once for d_x and
-// once for the group's gradient of the weight. The sum over groups is a kernel of its own. All sums
-// are in a fixed order, the same on every GPU.
+// once for the group's gradient of the weight. A separate kernel sums over groups. All sums
+// have a fixed order, the same on every GPU.
 #include "../../device/cuda/operators.cuh"
 
 namespace rms_norm {
@@ -82,7 +82,7 @@ struct Group {
     }
 };
 
-// What a thread reads of a token.
+// A thread's part of a token.
 template <class T>
 struct Columns {
     Pack<T, WIDE<T>> x, d_y, d_x;
@@ -99,8 +99,8 @@ struct Columns {
     }
 };
 
-// The sum of `value` over the block's warps, in a fixed order, for all threads. Two calls must not
-// follow each other with the same `partial`: the first one's sums may still be read.
+// The sum of `value` over the block's warps, in a fixed order, for all threads. Two consecutive calls must not
+// have the same `partial`: other threads may still be reading the first sums.
 __device__ __forceinline__ float sum_over_warps(float value, float (&partial)[32]) {
     value = warp_sum(value);
     if (threadIdx.x % 32 == 0) {
@@ -110,8 +110,8 @@ __device__ __forceinline__ float sum_over_warps(float value, float (&partial)[32
     return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : 0.0f);
 }
 
-// Block i: all columns of group i, 16 bytes per thread. The next token is read before this one's
-// sum, so that reads do not wait for the barrier.
+// Block i computes all columns of group i, 16 bytes per thread. The next token is read before this
+// token's sum, so that reads do not wait for the barrier.
 template <class T>
 __device__ void backward_rows(const Backward& p) {
     constexpr int N = WIDE<T>;
@@ -211,7 +211,7 @@ __device__ void backward_input(const Backward& p) {
     }
 }
 
-// The sums of d_y x inv_rms over a group of tokens, for N columns per thread.
+// Sums d_y x inv_rms over a group of tokens, for N columns per thread.
 template <class T, int N>
 __device__ void add_columns(const Backward& p, uint64_t group) {
     const Group tokens(p, group);
@@ -249,7 +249,7 @@ __device__ void backward_partial(const Backward& p) {
 }
 
 // Adds the sum over groups to the weight's gradient. Each block has few columns, so that many blocks
-// share the groups' rows; a column's groups are shared by the threads of its place.
+// share the groups' rows. The threads with the same place share the groups of a column.
 template <class G>
 __device__ void backward_weight(const Backward& p) {
     constexpr uint32_t PARTS = THREADS / SUM_COLUMNS;

@@ -34,7 +34,7 @@ impl QkvShape {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 
-    /// Refuses shapes that attention does not support.
+    /// Rejects shapes that attention does not support.
     pub(crate) fn check(&self, operator: &'static str) -> Result<()> {
         let &QkvShape { heads, kv_heads, head_dim, .. } = self;
         ensure(operator, kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads), || {
@@ -45,7 +45,7 @@ impl QkvShape {
         })
     }
 
-    /// Query heads that share one key/value head.
+    /// Returns the number of query heads that share one key/value head.
     pub fn group_size(&self) -> usize {
         self.heads / self.kv_heads
     }
@@ -78,7 +78,7 @@ pub trait Rope: Memory {
     /// Rotates queries and keys in place. Token t of a sequence is at position `first_position + t`.
     fn rope_forward<T: Element>(&self, args: RopeArgs<'_, Self, T>) -> Result<()>;
 
-    /// Replaces the gradients of rotated queries and keys by the gradients of the unrotated ones.
+    /// Replaces the gradients of rotated queries and keys by the gradients before the rotation.
     fn rope_backward<T: Element>(&self, args: RopeArgs<'_, Self, T>) -> Result<()>;
 }
 

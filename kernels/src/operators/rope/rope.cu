@@ -3,7 +3,7 @@
 
 namespace rope {
 
-// Rotates the token's queries and keys, N pairs of elements at a time; back if DIRECTION is -1.
+// Rotates the token's queries and keys, N pairs of elements at a time; rotates back if DIRECTION is -1.
 template <class T, int N, int DIRECTION>
 __device__ void rotate_pairs(const Parameters& p) {
     T* row = static_cast<T*>(p.qkv) + blockIdx.x * p.row_length();

@@ -24,7 +24,7 @@ struct PARAMETERS Parameters {
 };
 
 // The pair (a, b) rotated; with the negative sine, rotated back. The fused operations are explicit,
-// because a compiler that fuses at its own choice gives each kernel other bits.
+// because a compiler that fuses operations as it chooses gives each kernel different bits.
 __device__ __forceinline__ float2 rotated(float a, float b, float cos, float sin) {
     return make_float2(fmaf(a, cos, -(b * sin)), fmaf(b, cos, a * sin));
 }

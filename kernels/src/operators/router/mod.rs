@@ -1,15 +1,15 @@
-//! Routers choose, for every token, the heads that attention computes beside the shared ones.
+//! Routers choose, for every token, the heads that attention computes in addition to the shared heads.
 //!
-//! Routers that score heads alike have one folder: [`query_norm`] by the norms of queries, as the
-//! paper's for pretrained models, and [`logits`] by learned matrices. A router fills a
+//! Each way of scoring heads has one folder: [`query_norm`] by the norms of queries, like the
+//! paper's router for pretrained models, and [`logits`] by learned matrices. A router fills a
 //! [`Routing`]: the routed heads that each token selected, the gates, and, if it scales outputs, a
 //! weight for every (token, head). Attention's argument is the [`Selection`] of a routing, which
-//! does not depend on the router. All routers share the operations on the tables alone: the balance
+//! does not depend on the router. All routers share the operations that need only the tables: the balance
 //! loss and the columns of the heads that are local to a rank.
 //!
 //! The shared heads are a set ([`SharedHeads`]). The tables have a column for each head from the
-//! first one on that is not shared. A shared head among these is one that every token selects with
-//! a gate of 0: attention computes it, and it adds nothing to the balance loss.
+//! first routed head on. Every token selects a shared head with a column, with a gate of 0:
+//! attention computes the head, and it adds nothing to the balance loss.
 
 mod cpu;
 #[cfg(gpu)]
@@ -31,29 +31,28 @@ pub struct RoutingShape {
     pub tokens: usize,
     /// The layer's heads.
     pub heads: Heads,
-    /// Maximum columns: the layer's heads minus the first ones that are shared.
+    /// Maximum columns: the layer's heads minus the leading shared heads.
     pub columns: usize,
     /// f64 elements that the router saves for each token.
     pub saved_per_token: usize,
     /// Whether the router scales heads' outputs.
     pub weighted: bool,
-    /// Logits that a token's router computes; the routing itself has no room for them.
+    /// Logits that a token's router computes. The routing itself has no room for them.
     pub logits: usize,
 }
 
 /// The decisions of a router for the tokens of one micro-batch in one layer, and the values that
-/// its backward pass needs. R is the number of columns: the heads of all ranks from the first one on
-/// that is not shared. The router marks a shared head among them as selected by every token, with a
-/// gate of 0.
+/// its backward pass needs. R is the number of columns: the heads of all ranks from the first routed head
+/// on. The router marks a shared head among them as selected by every token, with a gate of 0.
 pub struct Routing<M: Memory> {
     shape: RoutingShape,
-    /// Shared heads of the last layer that was routed.
+    /// Shared heads of the last routed layer.
     shared: SharedHeads,
-    /// Tokens of the last micro-batch that was routed.
+    /// Tokens of the last routed micro-batch.
     tokens: usize,
-    /// Whether its heads' outputs are scaled.
+    /// Whether the outputs of the layer's heads are scaled.
     weighted: bool,
-    /// 1 where a token selected a head; `[tokens, R]`.
+    /// 1 if a token selected a head; `[tokens, R]`.
     pub(crate) selected: M::Buffer<u8>,
     /// The columns of `selected` of local heads, if ranks share the heads.
     pub(crate) local_selected: M::Buffer<u8>,
@@ -102,8 +101,8 @@ impl<M: Memory> Routing<M> {
     /// Starts to route `tokens` tokens in a layer with these shared heads.
     ///
     /// # Errors
-    /// If there are more tokens or columns than in the routing's shape, or if a shared head is none
-    /// of the layer's.
+    /// Fails if the tokens or columns exceed the routing's shape, or if a shared head is not in the
+    /// layer.
     pub fn begin(&mut self, tokens: usize, shared: SharedHeads) -> Result<()> {
         const OPERATOR: &str = "routing";
         let RoutingShape { tokens: most, heads, columns: most_columns, .. } = self.shape;
@@ -119,7 +118,7 @@ impl<M: Memory> Routing<M> {
         Ok(())
     }
 
-    /// Refuses counts of tokens or local heads that differ from the routing's.
+    /// Rejects counts of tokens or local heads that differ from the routing's.
     pub(crate) fn check(&self, operator: &'static str, tokens: usize, heads: usize) -> Result<()> {
         check_len(operator, "routing", self.tokens, tokens)?;
         self.check_heads(operator, heads)
@@ -132,7 +131,7 @@ impl<M: Memory> Routing<M> {
         })
     }
 
-    /// Refuses a routing without room for this many elements per token that the router saves.
+    /// Rejects a routing that cannot save this many elements per token.
     fn check_saved(&self, operator: &'static str, per_token: usize) -> Result<()> {
         let (saved, least) = (M::len(&self.saved), self.tokens * per_token);
         ensure(operator, saved >= least, || {
@@ -145,27 +144,27 @@ impl<M: Memory> Routing<M> {
         self.shape.heads
     }
 
-    /// Returns the tokens that were routed.
+    /// Returns the number of routed tokens.
     pub fn tokens(&self) -> usize {
         self.tokens
     }
 
-    /// Returns the columns of the tables, R: column i is that of head `shared().leading() + i`.
+    /// Returns the columns of the tables, R: column i belongs to head `shared().leading() + i`.
     pub fn columns(&self) -> usize {
         self.heads().count - self.shared.leading()
     }
 
-    /// Routed heads of all ranks: the columns without those of shared heads.
+    /// Returns the number of routed heads of all ranks: the columns except the columns of shared heads.
     pub fn routed(&self) -> usize {
         self.heads().count - self.shared.len()
     }
 
-    /// Shared heads of all ranks.
+    /// Returns the shared heads of all ranks.
     pub fn shared(&self) -> SharedHeads {
         self.shared
     }
 
-    /// Returns the local heads without a column, which are the first ones and shared.
+    /// Returns the number of local heads without a column, which are the first local heads and shared.
     pub fn local_leading(&self) -> usize {
         self.heads().local_below(self.shared.leading())
     }
@@ -180,13 +179,13 @@ impl<M: Memory> Routing<M> {
         (self.local_leading()..heads.local()).map(|at| heads.index(at) - leading).collect()
     }
 
-    /// 1 where a token selected a column's head, and in the columns of shared heads; `[tokens, R]`,
-    /// of all ranks' heads.
+    /// Returns the selection `[tokens, R]` of all ranks' heads: 1 if a token selected a column's head, and in the
+    /// columns of shared heads.
     pub fn selected(&self) -> View<'_, M, u8> {
         M::view(&self.selected, 0..self.tokens * self.columns())
     }
 
-    /// Write access to [`Routing::selected`], for the router.
+    /// Returns write access to [`Routing::selected`], for the router.
     pub fn selected_mut(&mut self) -> ViewMut<'_, M, u8> {
         let len = self.tokens * self.columns();
         M::view_mut(&mut self.selected, 0..len)
@@ -197,21 +196,21 @@ impl<M: Memory> Routing<M> {
         M::view(&self.gates, 0..self.tokens * self.columns())
     }
 
-    /// Write access to [`Routing::gates`], for the router.
+    /// Returns write access to [`Routing::gates`], for the router.
     pub fn gates_mut(&mut self) -> ViewMut<'_, M, f32> {
         let len = self.tokens * self.columns();
         M::view_mut(&mut self.gates, 0..len)
     }
 
-    /// Returns the factors of the outputs, `[tokens, local heads]`, 0 of heads that a token did not select; empty if
+    /// Returns the factors of the outputs, `[tokens, local heads]`, 0 for heads that a token did not select; empty if
     /// the router does not scale them.
     pub fn weights(&self) -> View<'_, M, f32> {
         let len = if self.weighted { self.tokens * self.heads().local() } else { 0 };
         M::view(&self.weights, 0..len)
     }
 
-    /// Write access to the factors of the outputs, `[tokens, local heads]`, for a router that
-    /// scales them: attention applies them from now on, until the next [`Routing::begin`]. Empty if
+    /// Returns write access to the factors of the outputs, `[tokens, local heads]`, for a router that
+    /// scales them. Attention applies them from now on, until the next [`Routing::begin`]. Empty if
     /// the routing's shape is not weighted.
     pub fn weights_mut(&mut self) -> ViewMut<'_, M, f32> {
         self.weighted = self.shape.weighted;
@@ -237,14 +236,14 @@ impl<M: Memory> Routing<M> {
 
 /// The operators that all routers share.
 pub trait Routers: Memory {
-    /// Completes the tables after `selected` has been written: the number of tokens that selected
-    /// each column's head, and the columns of local heads.
+    /// Completes the tables after `selected` has been written: counts the tokens that selected
+    /// each column's head, and copies the columns of local heads.
     fn complete_routing(&self, routing: &mut Routing<Self>) -> Result<()>;
 
-    /// Routes all tokens to the shared heads alone, without gates: no routed head is selected.
+    /// Routes all tokens only to the shared heads, without gates: no routed head is selected.
     ///
     /// # Errors
-    /// As [`Routing::begin`], and if the device fails.
+    /// Fails like [`Routing::begin`].
     fn route_to_shared(
         &self,
         tokens: usize,
@@ -252,8 +251,8 @@ pub trait Routers: Memory {
         routing: &mut Routing<Self>,
     ) -> Result<()>;
 
-    /// `out[0] += scale * sum_i f_i P_i`, the balance loss of one layer and micro-batch: f_i is the share
-    /// of tokens that selected the head of column i, P_i its mean gate.
+    /// Computes `out[0] += scale * sum_i f_i P_i`, the balance loss of one layer and micro-batch. f_i is the share
+    /// of tokens that selected the head of column i, P_i is its mean gate.
     fn balance_loss(
         &self,
         routing: &Routing<Self>,
@@ -270,12 +269,12 @@ pub struct RouterGradient<'a, M: Memory> {
     pub delta: Option<View<'a, M, f32>>,
     /// Gradient of the total loss with respect to this layer's `sum_i f_i P_i`.
     pub balance_weight: f32,
-    /// Required if ranks share the heads and there is a delta.
+    /// Required if ranks share the heads and `delta` is given.
     pub ranks: Option<RouterRanks<'a, M>>,
 }
 
 impl<M: Memory> RouterGradient<'_, M> {
-    /// Refuses a routing with other shared heads, and a delta of other pairs.
+    /// Rejects a routing with other shared heads, and a delta of other pairs.
     fn check(&self, operator: &'static str, shared: SharedHeads) -> Result<()> {
         ensure(operator, self.routing.shared == shared, || {
             "the routing was made with other shared heads".into()
@@ -294,7 +293,7 @@ pub struct RouterRanks<'a, M: Memory> {
     pub all_reduce: AllReduce<'a, M>,
 }
 
-/// Returns the exchange between ranks for a routing of `heads`; `None` if all of them are local.
+/// Returns the exchange between ranks for a routing of `heads`; `None` if all heads are local.
 pub(crate) fn exchange<E>(
     operator: &'static str,
     heads: Heads,

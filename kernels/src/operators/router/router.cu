@@ -31,7 +31,7 @@ struct PARAMETERS Shared {
     uint64_t shared[4];
 };
 
-// Selects the shared heads alone, without gates.
+// Selects only the shared heads, without gates.
 __device__ __forceinline__ void to_shared(const Shared& p) {
     const Routing& r = p.routing;
     for (uint64_t i = global_thread(); i < r.tokens * r.columns; i += global_threads()) {
@@ -42,12 +42,12 @@ __device__ __forceinline__ void to_shared(const Shared& p) {
 }
 
 struct PARAMETERS Balance {
-    // f_i P_i, one for each column.
+    // f_i P_i, one element for each column.
     double* products;
     Routing routing;
 };
 
-// Block i: the share of tokens that selected the head of column i, times its mean gate.
+// Block i computes the share of tokens that selected the head of column i, times its mean gate.
 __device__ __forceinline__ void balance(const Balance& p) {
     const Routing& r = p.routing;
     double sum = 0.0;

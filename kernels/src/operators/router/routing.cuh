@@ -5,7 +5,7 @@
 
 namespace router {
 
-// The tables of a routing, [tokens, columns]. Column i is that of head `leading + i`; in that of a
+// The tables of a routing, [tokens, columns]. Column i belongs to head `leading + i`. In the column of a
 // shared head every token is marked as selected, with a gate of 0.
 struct PARAMETERS Routing {
     float* gates;
@@ -15,16 +15,16 @@ struct PARAMETERS Routing {
     // The columns of `selected` of local heads, if ranks share the heads.
     uint8_t* local_selected;
     uint64_t tokens;
-    // The first shared heads, which have no column.
+    // The leading shared heads, which have no column.
     uint32_t leading;
     uint32_t columns;
     uint32_t local_heads;
     uint32_t local_leading;
-    // Which heads are local (ranks.rs, `Heads`).
+    // Defines the local heads (ranks.rs, `Heads`).
     uint32_t group_size;
     uint32_t rank;
     uint32_t ranks;
-    // Columns without those of shared heads.
+    // Columns of routed heads.
     uint32_t routed;
 
     // The column of local head `head`.

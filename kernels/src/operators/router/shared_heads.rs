@@ -1,19 +1,19 @@
-//! The shared heads of a layer: a set, of which the first heads are the usual case. Two values are
-//! equal if they are the same set.
+//! The shared heads of a layer: a set, usually the first heads. Two values are equal if they are
+//! the same set.
 
 use crate::error::{Result, ensure};
 
 /// Words of [`SharedHeads::others`].
 const WORDS: usize = 4;
-/// Heads after the leading run among which others may be shared.
+/// Heads after the leading run that may be shared.
 const SPAN: usize = WORDS * u64::BITS as usize;
 
 /// A set of heads that every token computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct SharedHeads {
-    /// The number of heads from head 0 on before the first that is not shared.
+    /// The number of shared heads before the first head that is not shared.
     leading: usize,
-    /// Bit i % 64 of word i / 64 is 1 if head `leading + i` is shared; that of i = 0 is never.
+    /// Bit i % 64 of word i / 64 is 1 if head `leading + i` is shared. The bit of i = 0 is always 0.
     others: [u64; WORDS],
 }
 
@@ -23,10 +23,10 @@ impl SharedHeads {
         SharedHeads { leading: count, others: [0; WORDS] }
     }
 
-    /// These heads, in any order.
+    /// Creates the set of these heads, given in any order.
     ///
     /// # Errors
-    /// If a head is 256 or more heads after the first one that is not shared.
+    /// Fails if a head is 256 or more heads after the first head that is not shared.
     pub fn from_heads(heads: impl IntoIterator<Item = usize>) -> Result<Self> {
         let mut heads: Vec<usize> = heads.into_iter().collect();
         heads.sort_unstable();
@@ -66,7 +66,7 @@ impl SharedHeads {
         self.len() == 0
     }
 
-    /// Returns the number of heads from head 0 on before the first one that is not shared.
+    /// Returns the number of shared heads before the first head that is not shared.
     pub fn leading(&self) -> usize {
         self.leading
     }
@@ -78,13 +78,13 @@ impl SharedHeads {
         (0..self.leading).chain(others)
     }
 
-    /// Which columns of a routing's tables are those of shared heads, as bits.
+    /// Returns the columns of shared heads in a routing's tables, as bits.
     #[cfg(gpu)]
     pub(crate) fn column_bits(&self) -> [u64; WORDS] {
         self.others
     }
 
-    /// Refuses heads that a layer of `heads` heads does not have.
+    /// Rejects heads that a layer of `heads` heads does not have.
     pub(crate) fn check(&self, operator: &'static str, heads: usize) -> Result<()> {
         let last = self.heads().next_back();
         ensure(operator, last.is_none_or(|last| last < heads), || {

@@ -1,7 +1,8 @@
-//! The choice of tokens on the CPU: a row a task.
+//! The choice of tokens on the CPU: one task per row.
 //!
-//! With the same random numbers it chooses, but for top-k, which candle draws in an unspecified order, the same tokens as
-//! candle's `LogitsProcessor` on every processor: the same softmax in f32, summed in the order of candle's AVX2 code.
+//! With the same random numbers it chooses the same tokens as candle's `LogitsProcessor`, on every processor: the
+//! softmax in f32 has the order of candle's AVX2 code. The exception is top-k, which candle draws in an unspecified
+//! order.
 
 use std::borrow::Cow;
 use std::cmp::Ordering;
@@ -30,7 +31,7 @@ fn choose_all<T: Element>(args: SampleArgs<'_, Cpu, T>) -> Result<Vec<Option<Row
 
 fn choose<T: Element>(logits: &[T], known: usize, row: &RowRequest) -> Option<RowChoice> {
     let logits: Vec<f32> = logits.iter().map(|logit| logit.to_f32()).collect();
-    // No early return: the loop is vectorised.
+    // Without an early return the loop is vectorised.
     if !logits.iter().fold(true, |all_below, logit| all_below & (*logit < f32::INFINITY)) {
         return None;
     }
@@ -54,7 +55,7 @@ fn changed<'a>(logits: &'a [f32], sampling: &RowSampling) -> Cow<'a, [f32]> {
     logits
 }
 
-/// Nothing if no probability is a number.
+/// Chooses a token; `None` if no probability is a number.
 fn sample(logits: &[f32], sampling: &RowSampling) -> Option<u32> {
     let RowSampling { min_p, top_k, top_p, random, .. } = *sampling;
     let scale = sampling.inverse_temperature();
@@ -76,7 +77,7 @@ fn sample(logits: &[f32], sampling: &RowSampling) -> Option<u32> {
     draw(&probabilities, random)
 }
 
-/// Returns the first token up to which the probabilities add up to more than `random` of their sum.
+/// Returns the first token at which the sum of the probabilities exceeds `random` of their total.
 fn draw(probabilities: &[f32], random: f32) -> Option<u32> {
     let mut sum = 0f32;
     let sums: Vec<f32> = (probabilities.iter())
@@ -87,17 +88,17 @@ fn draw(probabilities: &[f32], random: f32) -> Option<u32> {
         .collect();
     let wanted = random * sum;
     let found = sums.partition_point(|&sum| sum <= wanted);
-    // An index below the vocabulary's size, which fits; without any probability there is none.
+    // The index is below the vocabulary's size, which fits u32. Without any probability no token is found.
     (sum > 0.0 && found < sums.len()).then_some(found as u32)
 }
 
-/// Returns the index of the largest logit; the first of equal ones.
+/// Returns the index of the largest logit; among equal logits, the first.
 fn likeliest(logits: &[f32]) -> u32 {
     let largest = largest(logits);
     logits.iter().position(|logit| *logit == largest).unwrap_or(0) as u32
 }
 
-/// Probabilities by the logits times `scale`.
+/// Returns the softmax of the logits times `scale`.
 fn softmax(logits: &[f32], scale: f32) -> Vec<f32> {
     let mut values: Vec<f32> = logits.iter().map(|logit| logit * scale).collect();
     let largest = largest(&values);
@@ -122,7 +123,7 @@ fn sum(values: &[f32]) -> f32 {
     rest.iter().fold(whole, |total, value| total + value)
 }
 
-/// Sets all probabilities to 0 except those of some tokens; returns the sum of these, in their order.
+/// Sets all probabilities to 0 except the probabilities of some tokens; returns their sum, in the tokens' order.
 fn keep(probabilities: &mut [f32], tokens: &[u32]) -> f32 {
     let kept: Vec<f32> = tokens.iter().map(|&token| probabilities[token as usize]).collect();
     probabilities.fill(0.0);
@@ -132,7 +133,7 @@ fn keep(probabilities: &mut [f32], tokens: &[u32]) -> f32 {
     kept.iter().sum()
 }
 
-/// Sets all probabilities to 0 except those of at least a share of the largest; returns the sum of these.
+/// Sets probabilities below a share of the largest probability to 0; returns the sum of the remaining probabilities.
 fn keep_at_least(probabilities: &mut [f32], share: f32) -> f32 {
     let least = share * probabilities.iter().copied().fold(0.0, f32::max);
     for probability in probabilities.iter_mut().filter(|probability| **probability < least) {
@@ -141,9 +142,9 @@ fn keep_at_least(probabilities: &mut [f32], share: f32) -> f32 {
     sum(probabilities)
 }
 
-/// Sets all probabilities to 0 except the largest ones that sum to at least `p`.
+/// Sets all probabilities to 0 except the largest probabilities that sum to at least `p`.
 fn clear_unlikely(probabilities: &mut [f32], p: f32) {
-    // Few tokens are enough for most distributions, and take less time to sort.
+    // A few tokens are enough for most distributions, and are faster to sort.
     let mut count = 64;
     loop {
         let mut order = first(probabilities, count.min(probabilities.len()));
@@ -163,7 +164,7 @@ fn clear_unlikely(probabilities: &mut [f32], p: f32) {
 }
 
 impl LogProbabilities {
-    /// Those of `token` and of the `count` most likely tokens.
+    /// Computes the logarithms for `token` and for the `count` most likely tokens.
     ///
     /// # Panics
     /// Panics for a token without a logit.
@@ -177,7 +178,7 @@ impl LogProbabilities {
     }
 }
 
-/// Returns the `count` tokens of the largest logits, the largest first, equal ones in their order.
+/// Returns the `count` tokens with the largest logits, the largest first. Equal logits keep their order.
 fn first(logits: &[f32], count: usize) -> Vec<u32> {
     let by_logit = |a: &u32, b: &u32| -> Ordering {
         logits[*b as usize].total_cmp(&logits[*a as usize]).then_with(|| a.cmp(b))

@@ -1,4 +1,4 @@
-//! The choice of tokens on a GPU: a block a row.
+//! The choice of tokens on a GPU: one block per row.
 
 use bytemuck::Zeroable;
 
@@ -9,7 +9,8 @@ use crate::cuda::parameters::sampling::{Change, Parameters, Row};
 use crate::cuda::{Cuda, name};
 use crate::{Element, Result};
 
-/// The given token of a row whose token is to be chosen, and the chosen one of a row with a logit that is not a number.
+/// As the given token: the token must be chosen. As the chosen token: a logit of the row is not a number or is
+/// infinity.
 const NONE: u32 = u32::MAX;
 
 impl Sample for Cuda {
@@ -53,7 +54,7 @@ impl Sample for Cuda {
     }
 }
 
-/// What the kernel reads of the rows, and of the changes of all of them.
+/// Returns the kernel's inputs: the rows, and the changes of all rows.
 fn inputs(rows: &[RowRequest]) -> (Vec<Row>, Vec<Change>) {
     let mut changes = Vec::new();
     let inputs = rows
@@ -72,7 +73,7 @@ fn inputs(rows: &[RowRequest]) -> (Vec<Row>, Vec<Change>) {
                         min_p: sampling.min_p as f32,
                         top_p: sampling.top_p as f32,
                         random: sampling.random,
-                        // More than all tokens are all of them.
+                        // A number above u32 exceeds every vocabulary, and 0 also keeps all tokens.
                         top_k: u32::try_from(sampling.top_k).unwrap_or(0),
                         end_change: changes.len() as u32,
                         ..input
@@ -92,7 +93,7 @@ impl From<&LogitChange> for Change {
     }
 }
 
-/// What the kernel has written of a row.
+/// Returns the choice of a row from the kernel's output.
 fn choice(row: &RowRequest, words: &[u32]) -> Option<RowChoice> {
     let [token, of_token, most_likely @ ..] = words else { return None };
     let value = |bits: u32| f64::from(f32::from_bits(bits));

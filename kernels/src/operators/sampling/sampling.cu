@@ -1,6 +1,7 @@
 // The choice of a token by its logits, one block per row.
 //
-// Probabilities are integers, multiples of 2^-40 of the likeliest token's: their sums have the same bits in any order.
+// Probabilities are integers, multiples of 2^-40 of the likeliest token's probability: their sums have the same bits
+// in any order.
 #include "../../device/cuda/operators.cuh"
 
 namespace sampling {
@@ -8,18 +9,18 @@ namespace sampling {
 constexpr uint32_t NONE = 0xffffffffu;
 constexpr float ONE = 1099511627776.0f;  // 2^40
 constexpr int WARPS = THREADS / 32;
-// Bits of a key that one pass over a row finds.
+// Bits of a key that one pass over a row determines.
 constexpr int DIGIT = 2, DIGITS = 1 << DIGIT;
 
-// What the host asks of a row.
+// The host's request for a row.
 struct PARAMETERS Row {
-    // NONE if the token is to be chosen.
+    // NONE if the token must be chosen.
     uint32_t given;
     // 0 chooses the largest logit.
     float inverse_temperature;
     float min_p, top_p, random;
     uint32_t top_k;
-    // Its changes.
+    // The changes of the row.
     uint32_t first_change, end_change;
 };
 
@@ -35,8 +36,8 @@ struct PARAMETERS Parameters {
     float* scratch;
     const void* rows;
     const void* changes;
-    // [rows, 2 + 2 most_likely]: the token, or NONE if a logit is not a number; the logarithm of its probability; the most
-    // likely tokens, each with its logarithm.
+    // [rows, 2 + 2 most_likely]: the token, or NONE if a logit is not a number or is infinity; the logarithm of its
+    // probability; the most likely tokens, each with its logarithm.
     uint32_t* chosen;
     uint64_t vocab_size;
     // Tokens that may be chosen.
@@ -44,7 +45,7 @@ struct PARAMETERS Parameters {
     uint32_t most_likely;
 };
 
-// Larger for larger values.
+// Returns a key that is larger for larger values.
 __device__ __forceinline__ uint32_t key_of(float value) {
     const uint32_t bits = __float_as_uint(value);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -54,7 +55,7 @@ __device__ __forceinline__ float value_of(uint32_t key) {
     return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
 }
 
-// Larger for more likely tokens, of equal ones for the first.
+// Returns a rank that is larger for more likely tokens; among equal logits, for lower tokens.
 __device__ __forceinline__ uint64_t rank_of(float logit, uint32_t token) {
     return uint64_t(key_of(logit)) << 32 | (NONE - token);
 }
@@ -66,7 +67,7 @@ __device__ uint64_t block_most(uint64_t value) {
     for (int bits = 16; bits > 0; bits /= 2) {
         value = max(value, __shfl_xor_sync(ALL_LANES, value, bits));
     }
-    __syncthreads();  // The maxima of the call before have been read.
+    __syncthreads();  // The maxima of the previous call have been read.
     if (threadIdx.x % 32 == 0) {
         partial[threadIdx.x / 32] = value;
     }
@@ -78,7 +79,7 @@ __device__ uint64_t block_most(uint64_t value) {
     return largest;
 }
 
-// The rank of the most likely token below a rank; 0 if there is none.
+// The rank of the most likely token below a rank; 0 if no token is below.
 template <class T>
 __device__ uint64_t likeliest(const T* row, uint64_t count, uint64_t below) {
     uint64_t largest = 0;
@@ -91,11 +92,11 @@ __device__ uint64_t likeliest(const T* row, uint64_t count, uint64_t below) {
     return block_most(largest);
 }
 
-// The tokens that may be drawn: those of larger keys, and the first `equal` of this one.
+// The tokens that may be drawn: tokens with larger keys, and the first `equal` tokens with this key.
 struct Kept {
     uint32_t key = 0;
     uint64_t equal = 0;
-    // Sum of their probabilities.
+    // Sum of the probabilities of these tokens.
     uint64_t sum = 0;
 };
 
@@ -123,17 +124,19 @@ struct Scaled {
         return {0, 0, sum([&](float value) { return probability(value); })};
     }
 
-    // The fewest of the likeliest tokens whose weights add up to at least `wanted`, which all of them do.
+    // Returns the fewest of the likeliest tokens with weights that add up to at least `wanted`; all weights together
+    // do.
     template <class Weight>
     __device__ Kept first(uint64_t wanted, Weight weight) const {
-        // The digits of the key from the highest on: the largest for which the tokens of at least it have enough.
+        // Determines the key's digits, highest first: the largest key such that the tokens with at least this key
+        // suffice.
         uint32_t key = 0;
         uint64_t above = 0;
         for (int shift = 32 - DIGIT; shift >= 0; shift -= DIGIT) {
             uint64_t sums[DIGITS] = {};
             for (uint32_t i = threadIdx.x; i < count; i += THREADS) {
                 const uint32_t own = key_of(values[i]);
-                // The digits before this one are those of the key.
+                // The higher digits are equal to the key's.
                 if (((uint64_t(own) ^ key) >> shift >> DIGIT) == 0) {
                     const uint64_t added = weight(values[i]);
 #pragma unroll
@@ -163,8 +166,8 @@ struct Scaled {
         return {key, equal, larger + equal * probability(value)};
     }
 
-    // The first token up to which the probabilities of the kept ones add up to more than `wanted`; every warp adds those
-    // of a part of the row.
+    // Returns the first token at which the sum of the kept probabilities exceeds `wanted`. Every warp adds the
+    // probabilities of a part of the row.
     __device__ uint32_t draw(const Kept& kept, uint64_t wanted) const {
         __shared__ uint64_t sums[WARPS], equals[WARPS];
         __shared__ uint32_t drawn;
@@ -188,7 +191,7 @@ struct Scaled {
             equals[warp] = equal;
         }
         __syncthreads();
-        // Before this warp's part.
+        // The sums before this warp's part.
         uint64_t before = 0, equals_before = 0;
         for (uint32_t other = 0; other < warp; other++) {
             const uint64_t room = kept.equal - min(kept.equal, equals_before);
@@ -223,7 +226,7 @@ struct Scaled {
     }
 };
 
-// Copies a row's logits to the scratch; returns whether all of them are numbers below infinity.
+// Copies a row's logits to the scratch; returns whether all logits are numbers below infinity.
 template <class T>
 __device__ bool copy(const T* logits, float* out, uint64_t count) {
     float bad = 0.0f;
@@ -243,7 +246,7 @@ __device__ __forceinline__ void change(float* logits, uint32_t known, const Chan
     }
 }
 
-// The token of a row, by its logits in the scratch.
+// Chooses the token of a row, by its logits in the scratch.
 __device__ uint32_t sample(const Parameters& p, const Row& row, float* logits) {
     const Change* changes = static_cast<const Change*>(p.changes);
     for (uint32_t i = row.first_change + threadIdx.x; i < row.end_change; i += THREADS) {
@@ -265,7 +268,7 @@ __device__ uint32_t sample(const Parameters& p, const Row& row, float* logits) {
         const uint64_t likely = scaled.sum([&](float value) {
             return uint64_t(expf(value - scaled.largest) >= row.min_p);
         });
-        // The likeliest one always is.
+        // The likeliest token is always kept.
         most = min(most, max(likely, uint64_t(1)));
     }
     Kept kept = most < p.known ? scaled.first(most, one) : scaled.all();

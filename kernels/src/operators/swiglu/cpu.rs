@@ -69,7 +69,7 @@ fn forward_block<T: Element>(gate: &[T; BLOCK], up: &[T; BLOCK]) -> [T; BLOCK] {
 }
 
 /// Returns the elements after a row's last whole block, padded with zeros: a loop over single elements
-/// would take longer than a block.
+/// would be slower than a block.
 #[inline(always)]
 fn padded<T: Element>(rest: &[T]) -> [T; BLOCK] {
     let mut block = [T::zeroed(); BLOCK];
@@ -95,8 +95,8 @@ fn backward_rows<T: Element>(width: usize, gate_up: &mut [T], out: &mut [T]) {
     }
 }
 
-/// All elements are read before the first is written: the compiler cannot prove that the three
-/// slices are disjoint.
+/// Computes the gradients of a block. All elements are read before the first element is written: the compiler cannot
+/// prove that the three slices are disjoint.
 #[inline(always)]
 fn backward_block<T: Element>(gate: &mut [T; BLOCK], up: &mut [T; BLOCK], out: &mut [T; BLOCK]) {
     let (mut gates, mut ups, mut outs) = (*gate, *up, *out);
@@ -106,7 +106,7 @@ fn backward_block<T: Element>(gate: &mut [T; BLOCK], up: &mut [T; BLOCK], out: &
     (*gate, *up, *out) = (gates, ups, outs);
 }
 
-/// From (gate, up, d_out) to (d_gate, d_up, out).
+/// Computes (d_gate, d_up, out) from (gate, up, d_out).
 #[inline(always)]
 fn backward_one<T: Element>(gate: T, up: T, d_out: T) -> (T, T, T) {
     let (gate, up, d_out) = (gate.to_f32(), up.to_f32(), d_out.to_f32());

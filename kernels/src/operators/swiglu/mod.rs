@@ -1,8 +1,8 @@
 //! SwiGLU (Shazeer, arXiv 2002.05202): out = silu(gate) * up, silu(x) = x / (1 + e^-x).
 //!
 //! With s = sigmoid(gate): d_up = d_out gate s, d_gate = d_out up s (1 + gate (1 - s)). The
-//! backward pass reads everything that the output depends on, so it recomputes the output for free,
-//! and the largest activation beside gate and up need not be saved.
+//! backward pass reads all inputs of the output, so it recomputes the output for free. Therefore the
+//! largest activation except gate and up is not saved.
 
 mod cpu;
 #[cfg(gpu)]
@@ -12,7 +12,7 @@ use crate::{Element, Memory, Result, View, ViewMut, check_len, ensure};
 
 /// SwiGLU as an operator of a device.
 pub trait Swiglu: Memory {
-    /// `out = silu(gate) * up`; gate_up `[N, 2I]` with the gate first, out `[N, I]`, `width` I.
+    /// Computes `out = silu(gate) * up`; gate_up `[N, 2I]` with the gate first, out `[N, I]`, `width` I.
     fn swiglu_forward<T: Element>(
         &self,
         width: usize,
@@ -20,8 +20,8 @@ pub trait Swiglu: Memory {
         out: ViewMut<'_, Self, T>,
     ) -> Result<()>;
 
-    /// Returns the gradient of [`Swiglu::swiglu_forward`], in place: `gate_up` is replaced by its gradient,
-    /// and `out`, on entry the output's gradient, by the output, which therefore need not be saved.
+    /// Computes the gradient of [`Swiglu::swiglu_forward`] in place. `gate_up` is replaced by its gradient. `out` is
+    /// the output's gradient on entry and is replaced by the output, which therefore need not be saved.
     fn swiglu_backward<T: Element>(
         &self,
         width: usize,

@@ -1,6 +1,6 @@
-//! The recording of a GPU's work by CUPTI, which is loaded when the first one starts.
+//! The recording of a GPU's work by CUPTI, which is loaded when the first recording starts.
 //!
-//! Fields of records are read where they are: a record of an older CUPTI ends before its last fields.
+//! Fields of records are read in place: a record of an older CUPTI ends before its last fields.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr;
@@ -43,21 +43,21 @@ struct Cupti {
     next_record: NextRecord,
 }
 
-/// What the callbacks of CUPTI, which have no argument of ours, share with a [`Recording`].
+/// Shared by a [`Recording`] and the callbacks of CUPTI, which have no argument of this program.
 struct Shared {
     next_record: Option<NextRecord>,
     activities: Vec<Activity>,
 }
 
 static SHARED: Mutex<Shared> = Mutex::new(Shared { next_record: None, activities: Vec::new() });
-/// Held by the [`Recording`] of the process: CUPTI has one set of callbacks.
+/// Locked by the [`Recording`] of the process: CUPTI has only one set of callbacks.
 static RECORDING: Mutex<()> = Mutex::new(());
 
 fn shared() -> MutexGuard<'static, Shared> {
     SHARED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A recording of all GPU work of the process; a second one waits for the end of the first.
+/// A recording of all GPU work of the process. A second recording waits for the end of the first.
 pub struct Recording {
     cupti: Cupti,
     _only: MutexGuard<'static, ()>,
@@ -67,7 +67,7 @@ impl Recording {
     /// Starts to record the work that is launched from now on. CUPTI stays loaded.
     ///
     /// # Errors
-    /// Fails if CUPTI is missing or refuses, for example under another profiler.
+    /// Fails if CUPTI is missing or returns an error, for example under another profiler.
     pub fn start() -> Result<Self> {
         Self::start_with(Cupti::load()?)
     }
@@ -87,7 +87,7 @@ impl Recording {
         Ok(recording)
     }
 
-    /// Ends the recording; the caller has waited for the GPU's work. Returns the activities in the
+    /// Ends the recording. The caller has waited for the GPU's work. Returns the activities in the
     /// order of their starts.
     pub fn finish(self) -> Result<Vec<Activity>> {
         // SAFETY: CUPTI calls `completed` with each buffer before it returns.
@@ -102,7 +102,7 @@ impl Recording {
 impl Drop for Recording {
     fn drop(&mut self) {
         for kind in [KERNEL, COPY, FILL] {
-            // SAFETY: as when it was enabled. A kind that was not enabled is an error of no effect.
+            // SAFETY: as when the kind was enabled. If it was not enabled, the call fails without effect.
             #[allow(unsafe_code)]
             unsafe {
                 (self.cupti.disable)(kind);
@@ -140,7 +140,7 @@ impl Cupti {
                 next_record: *library.get(b"cuptiActivityGetNextRecord").map_err(symbol)?,
             }
         };
-        // Its threads run until the process ends.
+        // CUPTI's threads run until the process ends.
         std::mem::forget(library);
         Ok(cupti)
     }
@@ -157,14 +157,14 @@ fn check(operation: &'static str, code: c_int) -> Result<()> {
     }
 }
 
-/// Gives CUPTI an empty buffer.
+/// Passes an empty buffer to CUPTI.
 ///
 /// # Safety
-/// The pointers may be written to.
+/// The pointers are writable.
 #[allow(unsafe_code)]
 unsafe extern "C" fn requested(buffer: *mut *mut u8, bytes: *mut usize, most: *mut usize) {
     let words = vec![0u64; BUFFER_WORDS].into_boxed_slice();
-    // SAFETY: the caller's promise; `completed` takes the buffer back.
+    // SAFETY: the caller's promise; `completed` frees the buffer.
     unsafe {
         *buffer = Box::into_raw(words).cast();
         *bytes = BUFFER_WORDS * size_of::<u64>();
@@ -175,13 +175,13 @@ unsafe extern "C" fn requested(buffer: *mut *mut u8, bytes: *mut usize, most: *m
 /// Reads a buffer's records and frees it.
 ///
 /// # Safety
-/// The buffer comes from [`requested`] and holds `filled` bytes of records.
+/// The buffer comes from [`requested`] and contains `filled` bytes of records.
 #[allow(unsafe_code)]
 unsafe extern "C" fn completed(_: *mut c_void, _: u32, buffer: *mut u8, _: usize, filled: usize) {
     let mut shared = shared();
     if let Some(next_record) = shared.next_record {
         let mut record = ptr::null_mut();
-        // SAFETY: as the caller's; each record begins with its kind, and is as long as its kind says.
+        // SAFETY: as the caller's; each record starts with its kind, which determines its length.
         unsafe {
             while next_record(buffer, filled, &raw mut record) == SUCCESS {
                 shared.activities.extend(activity(record));
@@ -234,7 +234,7 @@ mod tests {
 
     use super::*;
 
-    /// The kinds that are enabled, as bits, and the callbacks of a CUPTI that records three things.
+    /// The enabled kinds, as bits, and the callbacks of a CUPTI that records three activities.
     static ENABLED: AtomicUsize = AtomicUsize::new(0);
     static CALLBACKS: Mutex<Option<(Requested, Completed)>> = Mutex::new(None);
     /// Bytes of each of its records.
@@ -292,7 +292,7 @@ mod tests {
             let fill = &mut *buffer.add(2 * STRIDE).cast::<CUpti_ActivityMemset4>();
             fill.kind = CUpti_ActivityKind::CUPTI_ACTIVITY_KIND_MEMSET;
             (fill.start, fill.end, fill.streamId) = (300, 310, 8);
-            // Of a kind that is not recorded.
+            // A record of a kind that is not recorded.
             buffer.add(3 * STRIDE).cast::<u32>().write(99);
             completed(ptr::null_mut(), 0, buffer, bytes, 4 * STRIDE);
         }

@@ -1,11 +1,11 @@
-//! The spans of a background thread, which belong to whatever is recorded at the time.
+//! The spans of a background thread, which belong to the recording of the moment.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{Label, Sink};
 
-/// Passes the spans of a background thread on to a sink that changes while they are open, since the
-/// thread's work does not begin and end with what is recorded. The thread listens to it
+/// Forwards the spans of a background thread to a sink that can change while spans are open, since the
+/// thread's work does not start and end with a recording. The thread listens to the lane
 /// ([`super::listen`]).
 #[derive(Default)]
 pub struct Lane(Mutex<State>);
@@ -17,8 +17,8 @@ struct State {
 }
 
 impl Lane {
-    /// Passes the spans on to `sink` from now on, those that are open now included, or to none.
-    /// Spans that the previous sink has not seen end stay open there.
+    /// Forwards the spans to `sink` from now on, including spans that are open now; `None` forwards no spans.
+    /// Spans that are still open stay open in the previous sink.
     pub fn connect(&self, sink: Option<Arc<dyn Sink>>) {
         let mut state = self.locked();
         if let Some(sink) = &sink {
@@ -27,7 +27,7 @@ impl Lane {
         state.sink = sink;
     }
 
-    /// Consistent whenever a thread can panic.
+    /// Locks the state and ignores poisoning: the state is consistent whenever a thread can panic.
     fn locked(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

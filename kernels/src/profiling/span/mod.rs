@@ -1,9 +1,9 @@
 //! Spans: named parts of a step, from [`enter`] until the guard is dropped. They do not affect
 //! results.
 //!
-//! Two kinds of [`Sink`] are notified of them: the sink of a thread, which is also notified of the
-//! work that [`crate::Memory::install`] runs on another thread for it, and a profiler, which is
-//! notified of the spans of all threads. Without either a span costs one atomic load.
+//! Two kinds of [`Sink`] are notified of spans. The sink of a thread is also notified of the
+//! work that [`crate::Memory::install`] runs on another thread for it. A profiler is
+//! notified of the spans of all threads. Without a sink a span costs one atomic load.
 
 mod lane;
 mod nvtx;
@@ -26,9 +26,9 @@ thread_local! {
 /// The name of a span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Label {
-    /// Its kind, such as `block`.
+    /// The kind of the span, such as `block`.
     pub name: &'static str,
-    /// Its index among the spans of its kind, from 0.
+    /// The index among the spans of this kind, starting at 0.
     pub number: Option<u64>,
 }
 
@@ -43,7 +43,7 @@ impl fmt::Display for Label {
 
 /// A receiver of notifications of spans.
 pub trait Sink: Send + Sync {
-    /// Called when a span begins, within those on this thread that have not ended.
+    /// Called when a span starts, within the open spans of this thread.
     fn enter(&self, label: Label);
 
     /// Called when the innermost span ends.
@@ -55,16 +55,16 @@ pub trait Sink: Send + Sync {
 pub struct Span {
     of_thread: Option<Arc<dyn Sink>>,
     profiler: Option<&'static dyn Sink>,
-    /// A span ends on the thread on which it began.
+    /// A span must end on the thread that started it.
     _stays: PhantomData<*const ()>,
 }
 
-/// Begins a span.
+/// Starts a span.
 pub fn enter(name: &'static str) -> Span {
     Span::of(Label { name, number: None })
 }
 
-/// Begins one of several spans of a kind, such as block 3.
+/// Starts one of several spans of a kind, such as block 3.
 pub fn enter_numbered(name: &'static str, number: u64) -> Span {
     Span::of(Label { name, number: Some(number) })
 }
@@ -119,18 +119,18 @@ pub(crate) fn of_thread() -> Option<Arc<dyn Sink>> {
     OF_THREAD.with_borrow(Clone::clone)
 }
 
-/// Runs work on this thread on behalf of another thread, whose sink is given.
+/// Runs work on this thread on behalf of another thread, with the other thread's sink.
 pub(crate) fn on_behalf<R>(sink: Option<Arc<dyn Sink>>, work: impl FnOnce() -> R) -> R {
-    // A missing sink replaces this thread's too: the work may run while this thread waits within
+    // A missing sink also replaces this thread's sink: the work may run while this thread waits within
     // the work of a thread that has a sink.
     let _restored = Replaced::by(sink);
     work()
 }
 
-/// A thread's previous sink, which is restored when this is dropped.
+/// A thread's previous sink, which is restored when this value is dropped.
 struct Replaced {
     before: Option<Arc<dyn Sink>>,
-    /// It must be dropped on the same thread.
+    /// The value must be dropped on the same thread.
     _stays: PhantomData<*const ()>,
 }
 

@@ -1,9 +1,10 @@
-//! Spans as ranges of NVTX, which Nsight Systems and Nsight Compute show beside the kernels of a GPU.
+//! Spans as ranges of NVTX, which Nsight Systems and Nsight Compute show together with the kernels of a GPU.
 //!
-//! NVTX 3 has no library to link: a program loads the library that the profiler names in the
-//! variable `NVTX_INJECTION64_PATH` and calls its `InitializeInjectionNvtx2`, which requests tables
-//! of functions and writes its own functions to them. The tables are defined as in `nvtxTypes.h`;
-//! only `nvtxRangePushA` and `nvtxRangePop` are called.
+//! NVTX 3 has no library to link. Instead, the profiler names its library in the variable
+//! `NVTX_INJECTION64_PATH`.
+//! A program loads this library and calls its `InitializeInjectionNvtx2`, which requests tables
+//! of functions and writes its own functions to them. The tables are defined as in `nvtxTypes.h`.
+//! Only `nvtxRangePushA` and `nvtxRangePop` are called.
 
 use std::ffi::{CString, OsStr, c_char, c_int, c_uint, c_void};
 use std::mem::transmute;
@@ -16,11 +17,11 @@ use libloading::Library;
 use super::{Label, SINKS, Sink};
 use crate::error::{Error, Result, with_cause};
 
-/// The variable in which a profiler names its library.
+/// The variable with the path of a profiler's library.
 const VARIABLE: &str = "NVTX_INJECTION64_PATH";
-/// Functions of each module, `NVTX_CBID_..._SIZE`; module 0 and function 0 of each are none.
+/// Number of functions of each module, `NVTX_CBID_..._SIZE`. Module 0 and function 0 of each module do not exist.
 const FUNCTIONS: [usize; 7] = [0, 16, 9, 15, 7, 16, 7];
-/// `NVTX_CB_MODULE_CORE`, and in it `NVTX_CBID_CORE_RangePushA` and `NVTX_CBID_CORE_RangePop`.
+/// `NVTX_CB_MODULE_CORE`, and its `NVTX_CBID_CORE_RangePushA` and `NVTX_CBID_CORE_RangePop`.
 const CORE: usize = 1;
 const RANGE_PUSH: usize = 9;
 const RANGE_POP: usize = 11;
@@ -37,7 +38,7 @@ type GetExportTable = extern "C" fn(u32) -> *const c_void;
 type Push = unsafe extern "C" fn(*const c_char) -> c_int;
 type Pop = unsafe extern "C" fn() -> c_int;
 
-/// A slot to which a profiler writes the address of a function; null if it does not.
+/// A slot to which a profiler writes the address of a function; null until then.
 type Slot = AtomicPtr<c_void>;
 
 /// `NvtxExportTableCallbacks`.
@@ -68,7 +69,7 @@ static OUR_VERSION: VersionInfo = VersionInfo {
 
 /// The slots of each module.
 static SLOTS: [[Slot; 16]; 7] = [const { [const { AtomicPtr::new(ptr::null_mut()) }; 16] }; 7];
-/// For each module its table: the addresses of its slots, then null.
+/// The table of each module: the addresses of its slots, then null.
 static TABLES: OnceLock<[[AtomicPtr<Slot>; 17]; 7]> = OnceLock::new();
 
 static PROFILER: OnceLock<Nvtx> = OnceLock::new();
@@ -79,9 +80,9 @@ struct Nvtx {
     pop: Pop,
 }
 
-/// Notifies the profiler that started this process, if there is one, of the spans of all threads
-/// from now on: Nsight Systems and Nsight Compute name their library in the variable
-/// `NVTX_INJECTION64_PATH`. Returns whether a profiler is notified, which is false if it declines,
+/// Notifies the profiler that started this process, if any, of the spans of all threads
+/// from now on. Nsight Systems and Nsight Compute set the variable
+/// `NVTX_INJECTION64_PATH` to their library. Returns whether a profiler is notified: false if it declines,
 /// for example because it does not trace ranges.
 ///
 /// # Errors
@@ -122,12 +123,12 @@ impl Nvtx {
         let initialize = *unsafe { library.get::<Initialize>(b"InitializeInjectionNvtx2") }
             .map_err(|error| with_cause(&error))?;
         let nvtx = Self::attach(initialize);
-        // Its functions are called until the process ends, and a profiler may have threads of its own.
+        // The library's functions are called until the process ends, and a profiler may have its own threads.
         std::mem::forget(library);
         Ok(nvtx)
     }
 
-    /// Lets a profiler fill in its functions; `None` if it declines, or does not trace ranges.
+    /// Asks a profiler to write its functions; `None` if it declines, or does not trace ranges.
     fn attach(initialize: Initialize) -> Option<Self> {
         // SAFETY: nvtxTypes.h defines the types of the function and of its argument.
         #[allow(unsafe_code)]
@@ -151,9 +152,9 @@ impl Nvtx {
 
 impl Sink for Nvtx {
     fn enter(&self, label: Label) {
-        // No label has a zero byte in it.
+        // A label contains no zero byte.
         let text = CString::new(label.to_string()).unwrap_or_default();
-        // SAFETY: the profiler's function has a string as its argument, which lives until it
+        // SAFETY: the profiler's function has a string as its argument, which lives until the function
         // returns.
         #[allow(unsafe_code)]
         unsafe {
@@ -170,7 +171,7 @@ impl Sink for Nvtx {
     }
 }
 
-/// `nvtxGetExportTable`.
+/// Implements `nvtxGetExportTable`.
 extern "C" fn export_table(id: u32) -> *const c_void {
     match id {
         CALLBACKS => (&raw const OUR_CALLBACKS).cast(),
@@ -179,10 +180,11 @@ extern "C" fn export_table(id: u32) -> *const c_void {
     }
 }
 
-/// `GetModuleFunctionTable`: 1 with a module's table and how many functions it has, 0 without.
+/// Implements `GetModuleFunctionTable`: returns 1 with a module's table and its number of functions, 0 without a
+/// table.
 ///
 /// # Safety
-/// Each pointer is null or may be written to.
+/// Each pointer is null or writable.
 #[allow(unsafe_code)]
 unsafe extern "C" fn module_functions(
     module: c_uint,
@@ -213,7 +215,7 @@ unsafe extern "C" fn module_functions(
     1
 }
 
-/// `SetInjectionNvtxVersion`: NVTX takes no notice of it either.
+/// Implements `SetInjectionNvtxVersion`; NVTX also ignores the version.
 extern "C" fn set_injection_version(_version: u32) {}
 
 #[cfg(test)]
@@ -243,11 +245,11 @@ mod tests {
         0
     }
 
-    /// As a profiler does: every module's table is asked for, and every slot of it filled.
+    /// Does the same as a profiler: requests every module's table, and fills every slot.
     #[allow(unsafe_code)]
     unsafe extern "C" fn initialize(export_table: GetExportTable) -> c_int {
         assert!(export_table(99).is_null());
-        // SAFETY: the tables are those of nvtxTypes.h.
+        // SAFETY: nvtxTypes.h defines the tables.
         unsafe {
             let version = &*export_table(VERSION_INFO).cast::<VersionInfo>();
             assert_eq!((version.struct_size, version.version), (24, 3));

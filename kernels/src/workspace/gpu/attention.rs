@@ -17,7 +17,7 @@ pub(crate) fn tile_bytes(rows: usize, width: usize) -> usize {
     rows * width * 2
 }
 
-/// `row_tile_bytes` of hopper.cuh.
+/// Returns `row_tile_bytes` of hopper.cuh.
 fn row_tile_bytes(width: usize) -> usize {
     tile_bytes(2 * ROWS, width) + ROWS * 16
 }
@@ -51,7 +51,7 @@ pub(crate) fn hopper_supports<T: Element>(shape: &AttentionShape) -> bool {
     T::DTYPE == DType::BF16 && HOPPER_WIDTHS.contains(&shape.head_dim) && shape.tokens() > 0
 }
 
-/// Row tiles of each key/value head of a sequence.
+/// Returns the row tiles of each key/value head of a sequence.
 pub(crate) fn row_tiles(shape: &AttentionShape) -> usize {
     (shape.query_length * shape.group_size()).div_ceil(ROWS)
 }
@@ -78,7 +78,7 @@ impl Areas {
     }
 }
 
-/// Returns the sequences per launch of Hopper's backward pass: at least one, more while they need at most
+/// Returns the sequences per launch of Hopper's backward pass: at least one, and as many as fit
 /// [`MAX_BACKWARD_BYTES`].
 pub(crate) fn sequences_at_once(shape: &AttentionShape) -> usize {
     let one = Areas::new(shape, 1).bytes().max(1);
@@ -90,7 +90,7 @@ pub(crate) fn hopper_backward_bytes(shape: &AttentionShape, routed: bool) -> usi
 }
 
 /// Returns the scratch of the backward pass of packed queries, keys and values of `T` on a Hopper GPU. Other GPUs
-/// need no more.
+/// do not need more.
 pub(crate) fn backward_bytes<T: Element>(shape: &AttentionShape, routed: bool) -> usize {
     let tensor_cores = T::DTYPE == DType::BF16 && fits_32_bits(shape, shape.query_stride);
     let path = if tensor_cores && hopper_supports::<T>(shape) {

@@ -25,7 +25,7 @@ use moh_kernels::{Accumulation, Backend, Result, Scalar, View, ViewMut};
 const ROWS: VocabularyRows = VocabularyRows { vocab_size: 7, first: 0, count: 7 };
 const EPS: f64 = 1e-5;
 
-/// The valid lengths of a buffer, given the others: `right`, and larger ones with `or_more`.
+/// The valid lengths of a buffer, given the other lengths: `right`, and larger lengths with `or_more`.
 #[derive(Debug, Clone, Copy)]
 pub struct Fit {
     pub right: usize,
@@ -38,8 +38,8 @@ impl Fit {
     }
 }
 
-/// Declares the names of the operators, [`fits`] and [`call`]. The operator reads a buffer
-/// (of zeros, or of `ones`) or writes it, or the argument itself is a length.
+/// Declares the names of the operators, [`fits`] and [`call`]. An argument is a buffer that the operator reads
+/// (of zeros, or of `ones`), a buffer that it writes, or a length.
 macro_rules! operators {
     ($device:ident; $($name:literal [$($access:ident $buffer:ident: $scalar:ident $fit:tt $len:expr),+]
         $call:expr;)+) => {
@@ -210,7 +210,7 @@ operators! { device;
         write log_sum_exp: f32 = TOKENS * 4
     ] device.attention_forward::<f32>(AttentionForward {
         args: AttentionArgs::causal(ATTENTION),
-        // The last block in use is the second of two.
+        // The last block in use is the second of two blocks.
         queries, key_values: KeyValues::Paged { keys, values, block_table, block_length: 2 },
         out, log_sum_exp,
     });
@@ -309,7 +309,7 @@ pub fn routing<B: Backend>(device: &B, tokens: usize) -> Routing<B> {
     routing
 }
 
-/// Routes queries of zeros, and rotates them as many `rotates`.
+/// Routes queries of zeros, and also rotates them if `rotates`.
 pub fn route<B: Backend>(
     device: &B,
     router: QueryNormRouter,
@@ -325,7 +325,7 @@ pub fn route<B: Backend>(
     device.query_norm_forward(args)
 }
 
-/// A two-stage router of one shared head.
+/// A two-stage router with one shared head.
 const LOGIT_ROUTER: LogitRouter =
     LogitRouter { shared: SharedHeads::first(1), top_k: 2, weights: HeadWeights::TwoStage };
 
@@ -371,7 +371,7 @@ fn selection<'a, B: Backend>(
     Selection { shared_heads, routed, weights: Some(weights) }
 }
 
-/// Causal attention of selected heads within documents.
+/// Returns the arguments of causal attention of selected heads within documents.
 fn of_documents<'a, B: Backend>(
     document_start: View<'a, B, u32>,
     selection: Selection<'a, B>,

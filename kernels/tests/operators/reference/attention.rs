@@ -24,9 +24,9 @@ pub struct Case {
     pub weighted: bool,
     pub causal: bool,
     pub document_start: Option<Vec<u32>>,
-    /// The heads of the layer, of which those of `shape` are local.
+    /// The heads of the layer; `shape` has the local heads.
     pub heads: Heads,
-    /// With RoPE, and the gradient of the unrotated queries through the router.
+    /// Whether RoPE is included, and the gradient of the unrotated queries through the router.
     pub whole: bool,
 }
 
@@ -50,7 +50,7 @@ impl Case {
     }
 }
 
-/// Starts of the documents of every sequence, in the form of `document_start`.
+/// Returns the starts of the documents of every sequence, in the form of `document_start`.
 pub fn documents(shape: &QkvShape, random: &mut Random, mean_length: usize) -> Vec<u32> {
     let mut document_start = Vec::new();
     for _ in 0..shape.batch {
@@ -87,16 +87,16 @@ pub struct Results<T> {
     pub log_sum_exp: Vec<f32>,
     pub delta: Vec<f32>,
     pub d_qkv: Vec<T>,
-    /// Of a router: the selection, the gates and the balance loss.
+    /// Results of a router: the selection, the gates and the balance loss.
     pub mask: Vec<u8>,
     pub gates: Vec<f32>,
     pub balance_loss: f64,
 }
 
-/// Weight of the balance loss where a case is a whole attention; exact in f32.
+/// Weight of the balance loss if a case is a whole attention; exact in f32.
 const BALANCE: f32 = 0.5;
 
-/// A case on a device, whose queries are routed and rotated.
+/// A case on a device, with routed and rotated queries.
 pub struct Prepared<'a, B: Backend, T: Element> {
     device: &'a B,
     case: &'a Case,
@@ -120,7 +120,7 @@ struct Given<B: Backend, T: Element> {
 enum Selected<B: Backend> {
     /// All heads, with unscaled outputs.
     All,
-    /// All heads, with scaled outputs: no head is routed.
+    /// All heads, with scaled outputs but without routed heads.
     Weighted {
         routed: B::Buffer<u8>,
         weights: B::Buffer<f32>,
@@ -239,7 +239,7 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
         self.device.attention_forward(forward).unwrap();
     }
 
-    /// After [`Prepared::forward`].
+    /// Runs the backward pass, after [`Prepared::forward`].
     pub fn backward(&mut self) {
         let given = &self.given;
         let backward = AttentionBackward {
@@ -298,7 +298,7 @@ pub fn run<B: Backend, T: Element>(device: &B, case: &Case, inputs: &Inputs<T>) 
     run_of_rank(device, case, inputs, None)
 }
 
-/// With heads that are divided among ranks.
+/// Runs a case with heads that are divided among ranks.
 pub fn run_of_rank<B: Backend, T: Element>(
     device: &B,
     case: &Case,
@@ -319,7 +319,7 @@ struct Expected {
     log_sum_exp: Vec<f64>,
     delta: Vec<f64>,
     d_qkv: Vec<f64>,
-    /// 1 for each (token, head) that is selected, else 0.
+    /// 1 for each selected (token, head), otherwise 0.
     mask: Vec<f64>,
 }
 
@@ -368,7 +368,7 @@ fn expected<T: Element>(case: &Case, inputs: &Inputs<T>) -> Expected {
     }
 }
 
-/// Asserts that the results of the (token, head) pairs that are not selected are zeros, not merely small.
+/// Asserts that the results of (token, head) pairs that are not selected are exactly zero.
 fn assert_skipped<T: Element>(case: &Case, actual: &Results<T>, mask: &[f64]) {
     let QkvShape { heads, head_dim, .. } = case.shape;
     let d_q = columns(&actual.d_qkv, case.shape.row(), 0..heads * head_dim);
@@ -386,13 +386,13 @@ pub fn agrees<B: Backend, T: Element>(device: &B, case: &Case, seed: u64) {
     agrees_on(device, case, &Inputs::<T>::new(case, seed));
 }
 
-/// Like [`agrees`], with the caller's inputs.
+/// Compares like [`agrees`], with the caller's inputs.
 pub fn agrees_on<B: Backend, T: Element>(device: &B, case: &Case, inputs: &Inputs<T>) {
     let actual = run(device, case, inputs);
     let Expected { out, log_sum_exp, delta, d_qkv, mask } = expected(case, inputs);
     assert_skipped(case, &actual, &mask);
     // The scores of a whole attention are computed from rotated queries and keys, which are rounded
-    // to `T`; otherwise only results are.
+    // to `T`; in other cases only results are rounded.
     let (stored, internal) = if case.whole {
         (2.0 * tolerance::<T>(), 2.0 * tolerance::<T>())
     } else {
@@ -411,8 +411,8 @@ pub fn agrees_on<B: Backend, T: Element>(device: &B, case: &Case, inputs: &Input
     }
 }
 
-/// New queries against cached keys and values, contiguous or in blocks of `block_length`; asserts
-/// that the output and the log-sum-exp, which it returns, agree with the reference.
+/// Computes new queries against cached keys and values, contiguous or in blocks of `block_length`. Asserts
+/// that the output and the log-sum-exp agree with the reference, and returns them.
 pub fn cached<B: Backend, T: Element>(
     device: &B,
     shape: &AttentionShape,

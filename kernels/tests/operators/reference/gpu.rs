@@ -4,8 +4,8 @@ use std::sync::OnceLock;
 
 use moh_kernels::Cuda;
 
-/// Returns the first GPU, where the variable MOH_TEST_GPU is set: a machine that compiles for GPUs need not
-/// have one. It is opened once for each thread, and so for each test.
+/// Returns the first GPU if the variable MOH_TEST_GPU is set: a machine that compiles for GPUs need not
+/// have a GPU. Each thread, and so each test, opens it once.
 pub fn gpu() -> Option<Cuda> {
     // The driver's context is destroyed with the process's last GPU, and is slow to create again.
     static FIRST: OnceLock<Cuda> = OnceLock::new();

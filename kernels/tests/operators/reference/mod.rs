@@ -29,15 +29,15 @@ pub const F32_TOLERANCE: f64 = 1e-5;
 /// Relative L2 error of results that are stored in bf16: two roundings of at most 2^-9 each (a
 /// gradient is added to, then rotated), on top of arithmetic in f32.
 pub const BF16_TOLERANCE: f64 = 4e-3;
-/// Root mean square below which a result is compared absolutely; inputs are of order 1, so a
+/// Root mean square below which a result is compared absolutely. Inputs are of order 1, so a
 /// smaller gradient vanishes (one key, one head) except for its rounding.
 pub const VANISHING: f64 = 1e-3;
 /// Root mean square of the error that is always allowed: one rounding in f32 of terms of order 1,
-/// the error of a gradient whose terms cancel.
+/// as in a gradient with terms that cancel.
 pub const ROUNDING: f64 = 1.2e-7;
 
-/// Runs the body once for every device of this build, with each type of elements if it has a name for them; a new device
-/// adds one line here.
+/// Runs the body once for every device of this build. If the body names a type of elements, runs it once for each
+/// type. A new device adds one line here.
 macro_rules! on_each_device {
     ($device:ident => $body:expr) => {{
         {
@@ -66,7 +66,7 @@ macro_rules! on_each_device {
 
 /// Devices for the ranks of a test.
 pub trait Another {
-    /// Returns another device of the same kind, which shares no scratch memory with this one.
+    /// Returns another device of the same kind, which does not share scratch memory with this device.
     fn another(&self) -> Self;
 }
 
@@ -102,12 +102,12 @@ pub fn tolerance<T: Element>() -> f64 {
     if T::DTYPE == DType::BF16 { BF16_TOLERANCE } else { F32_TOLERANCE }
 }
 
-/// Returns a property test's configuration with `count` cases, which writes no files beside the sources.
+/// Returns a property test's configuration with `count` cases. The test writes no files beside the sources.
 pub fn cases(count: u32) -> Config {
     Config { cases: count, failure_persistence: None, ..Config::default() }
 }
 
-/// Shapes of these sizes with up to three key/value heads.
+/// Returns shapes of these sizes with up to three key/value heads.
 pub fn qkv_shapes(
     batch: impl Strategy<Value = usize>,
     length: impl Strategy<Value = usize>,
@@ -137,7 +137,7 @@ impl Random {
         (self.bits() % end as u64) as usize
     }
 
-    /// Approximately normal with variance 1, representable in bf16.
+    /// Returns an approximately normal element with variance 1, representable in bf16.
     pub fn element<T: Element>(&mut self) -> T {
         let uniform = |bits: u64| (bits & 0xffff) as f32 / 65536.0 - 0.5;
         let bits = self.bits();
@@ -145,12 +145,12 @@ impl Random {
         T::from_f32(bf16::from_f32(sum * 3f32.sqrt()).to_f32())
     }
 
-    /// `len` elements, each like [`Random::element`].
+    /// Returns `len` elements, each like [`Random::element`].
     pub fn elements<T: Element>(&mut self, len: usize) -> Vec<T> {
         (0..len).map(|_| self.element()).collect()
     }
 
-    /// `0..end` in a random order.
+    /// Returns `0..end` in a random order.
     pub fn permutation(&mut self, end: usize) -> Vec<u32> {
         let mut order: Vec<u32> = (0..end as u32).collect();
         for last in (1..end).rev() {
@@ -160,7 +160,7 @@ impl Random {
     }
 }
 
-/// Cosines and sines `[positions, D/2]` of Llama's frequencies, computed in f64, stored in f32.
+/// Returns cosines and sines `[positions, D/2]` of Llama's frequencies, computed in f64, stored in f32.
 pub fn rope_tables(positions: usize, head_dim: usize) -> (Vec<f32>, Vec<f32>) {
     let angles = (0..positions).flat_map(|position| {
         let frequency = move |i| 1e4f64.powf(-2.0 * i as f64 / head_dim as f64);
@@ -169,12 +169,12 @@ pub fn rope_tables(positions: usize, head_dim: usize) -> (Vec<f32>, Vec<f32>) {
     angles.map(|angle| (angle.cos() as f32, angle.sin() as f32)).unzip()
 }
 
-/// Tables of the identity rotation, for tests of the router alone.
+/// Returns tables of the identity rotation, for tests of only the router.
 pub fn no_rotation(positions: usize, head_dim: usize) -> (Vec<f32>, Vec<f32>) {
     (vec![1.0; positions * head_dim / 2], vec![0.0; positions * head_dim / 2])
 }
 
-/// The first step, at a large learning rate, so that the change of a weight shows above the weight's rounding.
+/// The first step, with a large learning rate, so that the change of a weight is larger than the weight's rounding.
 pub const STEP: AdamW = AdamW {
     learning_rate: 0.1,
     beta1: 0.9,
@@ -205,7 +205,7 @@ pub fn shared(heads: impl IntoIterator<Item = usize>, top_k: usize) -> QueryNorm
     QueryNormRouter { shared, top_k, selects }
 }
 
-/// Routers of at least two heads with any of them shared: none, all, the first, the last, every
+/// Returns routers of at least two heads with any shared heads: no heads, all, the first, the last, every
 /// second, or a random set.
 pub fn routers_of_sets(heads: usize) -> impl Strategy<Value = QueryNormRouter> {
     let random = prop::collection::vec(any::<bool>(), heads)
@@ -242,7 +242,7 @@ pub fn upload<B: Backend, S: Scalar>(device: &B, elements: &[S]) -> B::Buffer<S>
     buffer
 }
 
-/// Returns a buffer whose contents an operator must overwrite.
+/// Returns a buffer with contents that an operator must overwrite.
 pub fn garbage<B: Backend, T: Element>(device: &B, len: usize) -> B::Buffer<T> {
     upload(device, &vec![T::from_f32(777.0); len])
 }
@@ -293,7 +293,7 @@ pub fn gradient(gradients: &GradStore, var: &Var) -> Vec<f64> {
     gradients.get(var).map_or_else(|| vec![0.0; var.elem_count()], flat)
 }
 
-/// Elementwise sum: the expected result of an operator that accumulates.
+/// Returns the elementwise sum: the expected result of an operator that accumulates.
 pub fn added<T: Element>(before: &[T], gradient: &[f64]) -> Vec<f64> {
     wide(before).iter().zip(gradient).map(|(a, b)| a + b).collect()
 }
@@ -302,7 +302,7 @@ pub fn columns<S: Copy>(matrix: &[S], row: usize, range: std::ops::Range<usize>)
     matrix.chunks_exact(row).flat_map(|row| &row[range.clone()]).copied().collect()
 }
 
-/// Writes a token's keys, or values, `[G, D]`, to a cache, `[blocks, G, block_length, D]`: at place
+/// Writes a token's keys, or values, `[G, D]`, to a cache, `[blocks, G, block_length, D]`, at place
 /// `block * block_length + row`.
 pub fn place<S: Copy>(
     cache: &mut [S],
@@ -328,9 +328,9 @@ pub fn assert_close<T: Element>(what: &str, actual: &[T], expected: &[f64], tole
     assert_sums_close(what, actual, expected, 0.0, tolerance);
 }
 
-/// Like [`assert_close`], for elements that are sums of terms which may cancel. `terms` is the root
-/// mean square of such sums without cancellation; the error is relative to it where it is larger than
-/// that of the reference.
+/// Asserts like [`assert_close`], for elements that are sums of terms that may cancel. `terms` is the root
+/// mean square of such sums without cancellation. The error is relative to the larger of `terms` and the
+/// reference's root mean square.
 #[track_caller]
 pub fn assert_sums_close<T: Element>(
     what: &str,
@@ -349,7 +349,7 @@ pub fn assert_sums_close<T: Element>(
     assert!(allowed, "{what}: relative error {relative:e} above {tolerance:e}");
 }
 
-/// Returns the root mean square, 0 of no elements.
+/// Returns the root mean square; 0 without elements.
 pub fn rms(elements: &[f64]) -> f64 {
     let squares: f64 = elements.iter().map(|x| x * x).sum();
     (squares / elements.len().max(1) as f64).sqrt()

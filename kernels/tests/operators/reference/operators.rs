@@ -1,5 +1,5 @@
-//! The operators as plain mathematics in f64, on candle tensors whose autograd gives the
-//! gradients. Only primitive operations: candle's fused ones have no backward pass.
+//! The operators as plain mathematics in f64, on candle tensors with gradients by autograd.
+//! Only primitive operations: candle's fused operations have no backward pass.
 
 use candle_core::{D, Device, Result, Tensor};
 use moh_kernels::adamw::AdamW;
@@ -14,25 +14,25 @@ pub fn embedding(table: &Tensor, ids: &[u32]) -> Result<Tensor> {
     table.index_select(&Tensor::from_slice(ids, ids.len(), &Device::Cpu)?, 0)
 }
 
-/// x `[N, C]`, weight `[C]`.
+/// Computes RMSNorm; x `[N, C]`, weight `[C]`.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let mean = (x.sqr()?.mean_keepdim(1)? + eps)?;
     x.broadcast_div(&mean.sqrt()?)?.broadcast_mul(weight)
 }
 
-/// x `[N, inputs]`, weight `[outputs, inputs]`.
+/// Computes a linear layer; x `[N, inputs]`, weight `[outputs, inputs]`.
 pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     x.matmul(&weight.t()?)
 }
 
-/// gate_up `[N, 2I]`.
+/// Computes SwiGLU; gate_up `[N, 2I]`.
 pub fn swiglu(gate_up: &Tensor) -> Result<Tensor> {
     let width = gate_up.dim(1)? / 2;
     let (gate, up) = (gate_up.narrow(1, 0, width)?, gate_up.narrow(1, width, width)?);
     (gate.clone() / (gate.neg()?.exp()? + 1.0)?)? * up
 }
 
-/// Summed loss of logits x weight^T over the targets that are not ignored.
+/// Returns the summed loss of logits x weight^T over the targets that are not ignored.
 pub fn cross_entropy(x: &Tensor, weight: &Tensor, targets: &[u32]) -> Result<Tensor> {
     let logits = linear(x, weight)?;
     let valid: Vec<f64> = targets.iter().map(|&t| f64::from(u8::from(t != IGNORED))).collect();
@@ -43,8 +43,8 @@ pub fn cross_entropy(x: &Tensor, weight: &Tensor, targets: &[u32]) -> Result<Ten
     (losses * valid)?.sum_all()
 }
 
-/// T^2 KL(softmax(teachers / T) || softmax(students / T)) over the first `rows` columns of both logits, summed over the
-/// tokens with a target.
+/// Returns T^2 KL(softmax(teachers / T) || softmax(students / T)) over the first `rows` columns of both logits, summed
+/// over the tokens with a target.
 pub fn distillation(
     students: &Tensor,
     teachers: &Tensor,
@@ -63,7 +63,7 @@ pub fn distillation(
     (divergences * valid)?.sum_all()? * (temperature * temperature)
 }
 
-/// Log-sum-exp over the last dimension, which is removed.
+/// Returns the log-sum-exp over the last dimension, which is removed.
 pub fn log_sum_exp(x: &Tensor) -> Result<Tensor> {
     let largest = x.max_keepdim(D::Minus1)?.detach();
     let sum = x.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?;
@@ -98,7 +98,7 @@ impl Packed {
         ])
     }
 
-    /// Returns the norms queries and keys, each kind with its row of `weight` `[2, D]`.
+    /// Normalises queries and keys, each kind with its row of `weight` `[2, D]`.
     pub fn norm(&self, qkv: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
         let [queries, keys, values] = self.split(qkv)?;
         let normed = |heads: Tensor, of| {
@@ -108,13 +108,13 @@ impl Packed {
         Tensor::cat(&[normed(queries, 0)?, normed(keys, 1)?, values], 2)
     }
 
-    /// Queries as `[N, H, D]`, for the router.
+    /// Returns the queries as `[N, H, D]`, for the router.
     pub fn queries(&self, qkv: &Tensor) -> Result<Tensor> {
         let &Packed { batch, length, heads, head_dim, .. } = self;
         qkv.narrow(2, 0, heads)?.reshape((batch * length, heads, head_dim))
     }
 
-    /// Returns the rows of f32 tables that its tokens use, exactly.
+    /// Returns the rows of f32 tables for its tokens, exactly.
     pub fn table(&self, cos: &[f32], sin: &[f32], first_position: usize) -> [Tensor; 2] {
         let half = self.head_dim / 2;
         let part = first_position * half..(first_position + self.length) * half;
@@ -128,7 +128,7 @@ impl Packed {
     }
 }
 
-/// x `[B, T, heads, D]`, cos and sin `[T, D/2]` of its positions.
+/// Rotates x `[B, T, heads, D]` by cos and sin `[T, D/2]` of its positions.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let half = x.dim(3)? / 2;
     let (cos, sin) = (cos.unsqueeze(1)?, sin.unsqueeze(1)?);
@@ -138,14 +138,15 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[low_out, high_out], 3)
 }
 
-/// Gates `[N, H]` of the queries `[N, H, D]` before RoPE, 0 for shared heads; a key/value head has
+/// Returns the gates `[N, H]` of the queries `[N, H, D]` before RoPE, 0 for shared heads. A key/value head has
 /// `group` query heads.
 pub fn gates(queries: &Tensor, router: QueryNormRouter, group: usize) -> Result<Tensor> {
     gates_over(queries, router, group, |deviations| deviations)
 }
 
-/// [`gates`] whose backward pass treats the standard deviations as constants. Of two heads that share a
-/// standard deviation, the gradient through it cancels the gradient through the norms, which is this one.
+/// Returns [`gates`] with a backward pass that treats the standard deviations as constants. If two heads share a
+/// standard deviation, the gradient through it cancels the gradient through the norms. This function has only the
+/// latter.
 pub fn gates_over_constants(
     queries: &Tensor,
     router: QueryNormRouter,
@@ -180,8 +181,9 @@ fn gates_over(
     }
 }
 
-/// Returns the softmax `[N, M]` of the norms `[N, M]` of `routed` heads over their standard deviation, which
-/// one head does not have; 0 for the others.
+/// Returns the softmax `[N, M]` of the norms `[N, M]` of `routed` heads over their standard deviation; 0 for other
+/// heads.
+/// A single head has no standard deviation.
 fn normalised_gates(
     norms: &Tensor,
     routed: &[usize],
@@ -206,9 +208,9 @@ fn chosen(matrix: &Tensor, columns: &[usize]) -> Result<Tensor> {
     matrix.index_select(&Tensor::from_vec(indices, columns.len(), &Device::Cpu)?, 1)
 }
 
-/// Returns a matrix of `count` columns with those of `matrix` in the places `columns`, and zeros elsewhere.
+/// Returns a matrix of `count` columns: the columns of `matrix` in the places `columns`, and zeros elsewhere.
 fn placed(matrix: &Tensor, columns: &[usize], count: usize) -> Result<Tensor> {
-    // Row i has its 1 in the column where column i belongs.
+    // Row i has its 1 in the destination of column i.
     let places = columns.iter().flat_map(|&of| (0..count).map(move |at| f64::from(at == of)));
     let shape = (columns.len(), count);
     matrix.matmul(&Tensor::from_vec(places.collect::<Vec<_>>(), shape, &Device::Cpu)?)
@@ -219,8 +221,8 @@ pub fn softmax(scores: &Tensor) -> Result<Tensor> {
     exponentials.broadcast_div(&exponentials.sum_keepdim(1)?)
 }
 
-/// 1 for shared heads and for the selected ones, the largest norms, or groups of the largest sums of
-/// squares, among equals the lower ones; `[N, H]`.
+/// Returns `[N, H]`: 1 for shared heads and for selected heads. These have the largest norms, or are in groups with
+/// the largest sums of squares; among equals, lower heads first.
 pub fn selection(queries: &Tensor, router: QueryNormRouter, group: usize) -> Result<Tensor> {
     let QueryNormRouter { shared, top_k, selects } = router;
     let (top_k, size) = match selects {
@@ -230,7 +232,7 @@ pub fn selection(queries: &Tensor, router: QueryNormRouter, group: usize) -> Res
     largest(&queries.sqr()?.sum(2)?, shared, top_k, size)
 }
 
-/// 1 for shared heads, and for the `top_k` parts of `size` heads with the largest sums of scores; `[N, H]`.
+/// Returns `[N, H]`: 1 for shared heads, and for the `top_k` parts of `size` heads with the largest sums of scores.
 fn largest(scores: &Tensor, shared: SharedHeads, top_k: usize, size: usize) -> Result<Tensor> {
     let (tokens, heads) = scores.dims2()?;
     let mut mask = Vec::with_capacity(tokens * heads);
@@ -246,14 +248,14 @@ fn largest(scores: &Tensor, shared: SharedHeads, top_k: usize, size: usize) -> R
     Tensor::from_vec(mask, (tokens, heads), &Device::Cpu)
 }
 
-/// Gates `[N, H]` of the logits `[N, L]` of H heads, 0 for shared heads.
+/// Returns the gates `[N, H]` of the logits `[N, L]` of H heads, 0 for shared heads.
 pub fn logit_gates(logits: &Tensor, router: LogitRouter, heads: usize) -> Result<Tensor> {
     let routed: Vec<usize> = (0..heads).filter(|&head| !router.shared.contains(head)).collect();
     placed(&softmax(&chosen(logits, &routed)?)?, &routed, heads)
 }
 
-/// 1 for shared heads and for the routed heads of the largest logits, among equals the lower ones;
-/// `[N, H]`.
+/// Returns `[N, H]`: 1 for shared heads and for the routed heads with the largest logits; among equal logits, lower
+/// heads first.
 pub fn logit_selection(logits: &Tensor, router: LogitRouter, heads: usize) -> Result<Tensor> {
     largest(&logits.narrow(1, 0, heads)?, router.shared, router.top_k, 1)
 }
@@ -278,18 +280,18 @@ pub fn logit_weights(logits: &Tensor, router: LogitRouter, mask: &Tensor) -> Res
     weighed(of_shared, 0)? + weighed(routed, 1)?
 }
 
-/// Weights `[N, H]` whose value is the mask and whose gradient is added to the gates `[N, H]` of
+/// Returns weights `[N, H]` with the mask as their value. Their gradient is added to the gates `[N, H]` of
 /// the selected heads: mask * (1 + gate - detach(gate)).
 pub fn straight_through(mask: &Tensor, gates: &Tensor) -> Result<Tensor> {
     mask * ((gates - gates.detach())? + 1.0)?
 }
 
-/// `sum_i f_i P_i` of the gates `[N, H]` and the selection `[N, H]`.
+/// Returns `sum_i f_i P_i` of the gates `[N, H]` and the selection `[N, H]`.
 pub fn balance_loss(mask: &Tensor, gates: &Tensor) -> Result<Tensor> {
     (mask.mean(0)? * gates.mean(0)?)?.sum_all()
 }
 
-/// 0 where a query sees a key and minus infinity elsewhere, `[B, T, keys]`.
+/// Returns `[B, T, keys]`: 0 if a query sees a key, otherwise minus infinity.
 pub fn visibility(
     (batch, queries, keys): (usize, usize, usize),
     causal: bool,
@@ -309,7 +311,7 @@ pub fn visibility(
 /// The factor of the scores in all tests with this reference.
 pub const SCORE_FACTOR: f32 = 1.25;
 
-/// Output `[B, T, H, D]` of every head before its weight, and the log-sum-exp `[B, T, H]`.
+/// Returns the output `[B, T, H, D]` of every head before its weight, and the log-sum-exp `[B, T, H]`.
 ///
 /// q `[B, T, H, D]`, k and v `[B, keys, G, D]`, mask `[B, T, keys]`.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> Result<(Tensor, Tensor)> {
@@ -329,7 +331,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> Result<(T
     Ok((probabilities.matmul(&v)?.transpose(1, 2)?, log_sum_exp.transpose(1, 2)?))
 }
 
-/// One AdamW step: the new (parameters, first moment, second moment).
+/// Computes one AdamW step: the new (parameters, first moment, second moment).
 pub fn adamw(
     step: &AdamW,
     gradient: &Tensor,

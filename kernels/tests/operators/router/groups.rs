@@ -22,7 +22,7 @@ fn whole_groups(
     QueryNormRouter { selects: Selects::Groups, ..router }
 }
 
-/// Over one pass and two, in both types.
+/// Compares in one pass and in two passes, in both types.
 fn agree<B: Backend>(device: &B, shape: QkvShape, router: QueryNormRouter) {
     for seed in [1, 2] {
         agrees::<_, f32>(device, shape, router, seed);
@@ -51,8 +51,8 @@ fn gradients_agree_with_central_differences() {
     agrees_with_differences(shape, whole_groups(&shape, [1], 1));
 }
 
-/// Equal queries select the lower groups, whose gates are uniform; groups are scored without a deviation, so their gates have
-/// a gradient.
+/// Equal queries select the lower groups, with uniform gates. Groups are scored without a deviation, so their gates
+/// have a gradient.
 #[test]
 fn equal_queries_select_the_lower_groups() {
     let shape = QkvShape { batch: 1, length: 5, heads: 12, kv_heads: 4, head_dim: 8 };
@@ -117,7 +117,7 @@ fn a_routing_of_other_groups_or_shared_heads_is_refused() {
     assert!(message.contains("made with other shared heads"), "{message}");
 }
 
-/// Random shapes with a router of whole groups.
+/// Returns random shapes with a router of whole groups.
 pub(super) fn group_routers() -> impl Strategy<Value = (QkvShape, QueryNormRouter)> {
     let sizes = (1usize..3, 1usize..40, 1usize..=4, 1usize..=5, 1usize..=32);
     (sizes, any::<[u8; 5]>()).prop_map(|((batch, length, kv_heads, size, half), choice)| {

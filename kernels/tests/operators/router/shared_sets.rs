@@ -1,5 +1,5 @@
-//! The query-norm router with shared heads that are any set: against the reference, and against a
-//! model whose heads are in another order, with the set first.
+//! The query-norm router with any set of shared heads: against the reference, and against a
+//! model with the heads in another order, the shared set first.
 
 use super::{
     Inputs, Prepared, Routed, agrees, apart_is_together, equal_norms_pass_nothing, is_refused,
@@ -16,7 +16,7 @@ use moh_kernels::{Backend, Cpu, Element, Heads, Memory, QkvShape};
 use proptest::prelude::*;
 
 impl<T: Element> Inputs<T> {
-    /// Returns the same with query head `order[i]` at place i.
+    /// Returns the inputs with query head `order[i]` at place i.
     fn in_order(&self, order: &[usize]) -> Self {
         let Inputs { shape, qkv, d_qkv, delta, balance, tables } = self.clone();
         let delta = delta.map(|delta| columns_in_order(&delta, shape.heads, order));
@@ -38,8 +38,8 @@ fn columns_in_order<S: Copy>(table: &[S], row: usize, order: &[usize]) -> Vec<S>
     table.chunks_exact(row).flat_map(|row| order.iter().map(|&column| row[column])).collect()
 }
 
-/// Returns the part of the tables that is of routed heads, in their order; asserts what is in the columns of
-/// shared heads.
+/// Returns the routed heads' part of the tables, in their order; asserts the contents of the shared heads'
+/// columns.
 pub(super) fn of_routed<T>(
     found: &Routed<T>,
     router: &QueryNormRouter,
@@ -58,8 +58,8 @@ pub(super) fn of_routed<T>(
     (mask, gates)
 }
 
-/// A model with the shared heads moved to the front routes alike: the same heads, gates and
-/// gradients, to the bit on a CPU, which sums in the order of the routed heads.
+/// Checks that a model with the shared heads moved to the front routes in the same way: the same heads, gates and
+/// gradients. On a CPU, which sums in the order of the routed heads, the bits are the same.
 fn order_is_irrelevant<B: Backend, T: Element>(
     device: &B,
     shape: QkvShape,
@@ -89,7 +89,7 @@ fn order_is_irrelevant<B: Backend, T: Element>(
     assert_close("d_qkv", &d_qkv, &wide(&expected.d_qkv), tolerance::<T>());
 }
 
-/// Results with a router, to the bit.
+/// Asserts that two results of a router have the same bits.
 fn is_the_same<T: Element>(a: &Routed<T>, b: &Routed<T>) {
     assert_eq!((&a.mask, a.balance_loss), (&b.mask, b.balance_loss));
     assert!(same_bits(&a.gates, &b.gates) && same_bits(&a.rotated, &b.rotated));
@@ -109,7 +109,7 @@ fn sets_of_shared_heads_agree_over_more_than_one_task() {
     }
 }
 
-/// Shared heads in every word of the set, and columns after the last one.
+/// Shared heads in every word of the set, and columns after the last word.
 #[test]
 fn shared_heads_far_after_the_first_ones_agree() {
     let shape = QkvShape { batch: 3, length: 3, heads: 300, kv_heads: 2, head_dim: 8 };
@@ -123,7 +123,7 @@ fn shared_heads_far_after_the_first_ones_agree() {
     }
 }
 
-/// A query that is not finite in a shared head changes nothing for the others.
+/// A query that is not finite in a shared head does not change other heads.
 #[test]
 fn a_shared_head_is_not_measured() {
     let shape = QkvShape { batch: 1, length: 3, heads: 6, kv_heads: 2, head_dim: 4 };
@@ -196,7 +196,7 @@ fn a_routing_counts_the_columns_and_routed_heads_of_its_set() {
     assert!(routing.begin(4, SharedHeads::first(2)).is_err());
 }
 
-/// Without a router every token selects the shared heads alone, with gates of 0.
+/// Without a router every token selects only the shared heads, with gates of 0.
 #[test]
 fn every_token_is_routed_to_the_shared_heads() {
     let sets: [&[usize]; 4] = [&[0, 1, 4], &[], &[5], &[0, 1, 2, 3, 4, 5]];
@@ -231,7 +231,7 @@ fn every_token_is_routed_to_the_shared_heads() {
     }
 }
 
-/// One routing for layers whose shared heads differ, as a model that has buffers for one layer uses it, and for fewer
+/// One routing for layers with different shared heads, as in a model with buffers for only one layer, and for fewer
 /// tokens.
 #[test]
 fn a_routing_serves_layers_of_other_sets_and_fewer_tokens() {

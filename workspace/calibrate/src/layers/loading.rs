@@ -1,4 +1,4 @@
-//! A layer's tensors on their way into the block: the source's, and those that a calibration computes.
+//! Loads a layer's tensors into the block: the source's tensors, and tensors that a calibration computes.
 
 use moh_kernels::Backend;
 use moh_model::tensors::{OUTPUT_PROJECTION, ROUTER, ROUTER_STAGES, in_layer, layer_and_name};
@@ -12,14 +12,14 @@ use crate::{Error, Result, matrix};
 pub(super) struct Refit {
     /// `[hidden_size, heads * head_dim]`.
     pub projection: Vec<f32>,
-    /// What it was fitted with, in means of the diagonal of F^T F.
+    /// Lambda of the fit, in means of the diagonal of F^T F.
     pub ridge: f64,
-    /// |Y - F W_O^T|^2 / |Y|^2 on the tokens that are held out.
+    /// |Y - F W_O^T|^2 / |Y|^2 on the held-out tokens.
     pub error: f64,
 }
 
 impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> {
-    /// Loads a layer of the source into the block; its output projection.
+    /// Loads a layer of the source into the block, and returns its output projection.
     pub(super) fn load_source(&mut self, layer: usize) -> Result<Vec<f32>, E> {
         let mut projection = vec![0f32; self.config.hidden_size * self.config.query_width()];
         (self.weights)(&in_layer(layer, OUTPUT_PROJECTION), &mut projection)?;
@@ -27,8 +27,8 @@ impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> 
         Ok(projection)
     }
 
-    /// Loads a layer into the block, with this output projection in place of the source's, and this matrix of a learned
-    /// router, zeros if there is none.
+    /// Loads a layer into the block. `projection` replaces the source's output projection, and `router` is the matrix
+    /// of a learned router, zeros without it.
     pub(super) fn load(
         &mut self,
         layer: usize,
@@ -48,9 +48,9 @@ impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> 
         })
     }
 
-    /// Fits the router's matrix to a layer of the source that the block has, and loads it; `None` of a router
-    /// without one. What the heads contribute is that of the dense model: it is what the converted one
-    /// should keep, while its own activations tell what the router will read.
+    /// Fits the router's matrix to the source's layer in the block, and loads it. Returns `None` if the router has no
+    /// matrix. The heads' contributions are the dense model's, which the converted model should keep. The inputs are
+    /// the converted model's activations, which the router will read.
     pub(super) fn fit_router(
         &mut self,
         layer: usize,
@@ -72,7 +72,8 @@ impl<B: Backend + Clone, E: From<Error> + From<moh_model::Error>> Job<'_, B, E> 
         Ok(Some(fit))
     }
 
-    /// Refits the output projection of a layer that the block has, `old`, and loads it. `None` if projections stay.
+    /// Refits the output projection `old` of the layer in the block, and loads it. Returns `None` if projections are
+    /// not refitted.
     pub(super) fn refit(
         &mut self,
         layer: usize,

@@ -16,12 +16,12 @@ fn run(config: &ModelConfig, options: &CalibrationOptions) -> (Calibration, Vec<
     run_on(&Cpu, config, options)
 }
 
-/// Returns a refit whose projections stay in f32.
+/// Returns a refit with projections that stay in f32.
 fn refit(moh: MohConfig, shared: SharedChoice) -> CalibrationOptions {
     CalibrationOptions { moh, shared, refit: true, stored: None }
 }
 
-/// Returns the sentence with which a calibration of these weights fails.
+/// Returns the message with which a calibration of these weights fails.
 fn failure(
     config: &ModelConfig,
     options: &CalibrationOptions,
@@ -39,7 +39,7 @@ fn active(moh: &MohConfig) -> [usize; 3] {
     [0, 1, 2].map(|layer| moh.layer(layer).active())
 }
 
-/// Returns the mean cross-entropy over the tokens that are held out, by its logits, of a whole model with these output
+/// Returns the mean cross-entropy over the held-out tokens, by the logits of a whole model with these output
 /// projections and these matrices of a router.
 fn loss(
     config: &ModelConfig,
@@ -119,7 +119,7 @@ fn sets_are_better_than_the_first_heads_and_a_free_number_is_no_worse() {
     let first_layer = |found: &Calibration| found.layers[0].error.unwrap();
     let (given, sets) = (run(SharedChoice::Given), run(SharedChoice::Calibrated));
     assert_eq!(given.moh.shared_heads, SharedHeadSets::from(4));
-    // The first layer sees the dense model's activations, on which sets are judged, of other tokens.
+    // The first layer sees the dense model's activations. Sets are judged on them too, but on other tokens.
     assert!(first_layer(&sets) < first_layer(&given), "{sets:?} {given:?}");
     let number = first_layer(&run(SharedChoice::CalibratedNumber));
     assert!(number < 1.02 * first_layer(&sets), "{number} {sets:?}");
@@ -200,7 +200,7 @@ fn a_layer_whose_heads_are_all_shared_is_left_dense() {
     let moh = MohConfig { shared_heads, routed_top_k, ..moh(4, 2) };
     let (found, _) = run(&config, &refit(moh, SharedChoice::CalibratedNumber));
     assert_eq!((found.layers[0].shared.len(), found.layers[0].top_k), (8, 0));
-    // Nothing but the rounding of products in f32, of which a few first tokens are the largest part.
+    // Only the rounding of products in f32 is left, mostly of a few first tokens.
     assert!(found.layers[0].error.unwrap() < 1e-6);
 }
 
@@ -216,7 +216,7 @@ fn weights_that_are_not_finite_are_named_by_layer() {
         let message = failure(&config, &refit(moh, shared), |name, values| {
             read(name, values)?;
             if name == "model.layers.1.self_attn.v_proj.weight" {
-                // Of the last key/value head.
+                // A weight of the last key/value head.
                 *values.last_mut().unwrap() = f32::NAN;
             }
             Ok(())
@@ -233,7 +233,7 @@ fn a_calibration_stops_within_a_layer() {
     let config = config("llama");
     let (mut layers, mut kept) = (Vec::new(), Layers::default());
     let asked = AtomicUsize::new(0);
-    // In the search of the second layer.
+    // Stops in the search of the second layer.
     let is_stopped = || asked.fetch_add(1, Ordering::Relaxed) == 1000;
     let found = calibrate::<Cpu, Error>(
         &Cpu,

@@ -1,4 +1,4 @@
-//! Calibrations by the CUDA kernels, against the CPU's.
+//! Calibrations by the CUDA kernels, against calibrations by the CPU's operators.
 
 #![cfg(feature = "cuda-emulator")]
 
@@ -7,7 +7,8 @@ use moh_calibrate::CalibrationOptions;
 use moh_kernels::{Cpu, Cuda};
 use moh_model::{MohConfig, RouterKind, SharedChoice};
 
-/// Products that are summed in another order can choose another set of nearly the same error; these models have none.
+/// Products that are summed in another order can choose another set of nearly the same error. These models have no such
+/// sets.
 #[test]
 fn an_emulated_gpu_chooses_and_refits_as_the_cpu() {
     for (config, router, shared) in [

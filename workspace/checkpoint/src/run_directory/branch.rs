@@ -1,8 +1,8 @@
-//! Runs that begin with the first stages of another run: everything of it that resuming needs becomes their
-//! own, as if they had trained these stages themselves.
+//! Runs that start with the first stages of another run. Everything that resuming needs is copied from the other
+//! run, as if the new run had trained these stages itself.
 //!
-//! The directory appears complete or not at all, and resuming does the rest. Checkpoints are hard links, which
-//! cost no disk: no program changes the files of a complete checkpoint, and each run removes its own links.
+//! The directory appears complete or not at all. After that, the run resumes as usual. Checkpoints are hard links,
+//! which need no disk space: no program changes the files of a complete checkpoint, and each run removes its own links.
 
 use std::fs;
 use std::path::Path;
@@ -19,7 +19,7 @@ pub fn is_free(run: &RunDirectory) -> Result<bool> {
     Ok(entries(run.root())?.is_empty())
 }
 
-/// Creates the directory of `run` from its `parent`, with the resolved `recipe`, whose first stages are the
+/// Creates the directory of `run` from its `parent`, with the resolved `recipe`. Its first stages are the
 /// parent's. The directory must be [free](is_free).
 pub fn begin(run: &RunDirectory, parent: &RunDirectory, recipe: &Recipe) -> Result<()> {
     let steps = parent.checkpoint_steps()?;
@@ -55,7 +55,7 @@ pub fn begin(run: &RunDirectory, parent: &RunDirectory, recipe: &Recipe) -> Resu
     Ok(pending.publish().map_err(moh_files::io(place))?)
 }
 
-/// Gives a file a second name, or copies it where the file system has no hard links.
+/// Links a file under a second name, or copies it where the file system has no hard links.
 fn link(from: &Path, to: &Path) -> std::io::Result<()> {
     fs::hard_link(from, to).or_else(|_| copy(from, to))
 }
@@ -66,7 +66,7 @@ fn copy(from: &Path, to: &Path) -> std::io::Result<()> {
     fs::File::open(to)?.sync_all()
 }
 
-/// Copies a directory and what is below it with `copy`; none if it is missing.
+/// Copies a directory and everything below it with `copy`. Does nothing if it is missing.
 fn copy_directory(
     from: &Path,
     to: &Path,

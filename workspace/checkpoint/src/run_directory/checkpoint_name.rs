@@ -21,13 +21,13 @@ use crate::{Error, Result, RunDirectory};
 pub struct CheckpointName {
     /// The run.
     pub run: RunDirectory,
-    /// The step; without one, the run's newest good checkpoint is meant.
+    /// The step. `None` stands for the run's newest good checkpoint.
     pub step: Option<u64>,
 }
 
 impl CheckpointName {
-    /// Parses a name; `None` if it does not name a run directory: one with a `recipe.toml` and
-    /// `checkpoints/` that is not a model's.
+    /// Parses a name. Returns `None` if it does not name a run directory, which has a `recipe.toml` and
+    /// `checkpoints/` and is not a model's directory.
     pub fn parse(name: &str) -> Option<Self> {
         let run = |path: &str| is_run(Path::new(path)).then(|| RunDirectory::new(path));
         if let Some(run) = run(name) {
@@ -37,15 +37,15 @@ impl CheckpointName {
         Some(CheckpointName { run: run(path)?, step: Some(step) })
     }
 
-    /// Returns the step, or that of the newest checkpoint whose bytes are good; of a finished run only the last
-    /// one will do. The ranks share the check of the hashes, and nothing is changed.
+    /// Returns the step. Without a step, returns the step of the newest checkpoint with good bytes. If the run has
+    /// finished, its last checkpoint must be good. The ranks share the check of the hashes. Changes nothing.
     pub fn resolve<B: Backend>(&self, ranks: &mut Ranks<B>) -> Result<u64> {
         let run = &self.run;
         if let Some(step) = self.step {
             ranks.on_rank0(|| require(run, step))?;
             return Ok(step);
         }
-        // 0 where the newest good checkpoint is wanted.
+        // 0 if the newest good checkpoint is wanted.
         let last = ranks.rank0_computes::<Error>(|| {
             let finished = run.is_finished()?;
             let steps = run.checkpoint_steps()?;
@@ -61,7 +61,7 @@ impl CheckpointName {
         }
     }
 
-    /// As [`CheckpointName::resolve`], for a program of a single process.
+    /// Resolves the step as [`CheckpointName::resolve`] does, in a program of a single process.
     pub fn resolve_alone(self) -> Result<RunCheckpoint> {
         let step = self.resolve(&mut alone()?)?;
         Ok(RunCheckpoint { run: self.run, step })
@@ -73,13 +73,13 @@ impl CheckpointName {
 pub struct RunCheckpoint {
     /// The run.
     pub run: RunDirectory,
-    /// Steps over all stages.
+    /// The step, counted over all stages.
     pub step: u64,
 }
 
 impl RunCheckpoint {
-    /// Returns the checkpoint that `name` names as `RUN` or `RUN@STEP`; `None` if it names no run. Without a step
-    /// it is the run's newest good one, which is read for that.
+    /// Returns the checkpoint named `RUN` or `RUN@STEP`, or `None` if `name` names no run. Without a step, returns
+    /// the run's newest good checkpoint, which is read to check it.
     pub fn from_name(name: &str) -> Result<Option<Self>> {
         CheckpointName::parse(name).map(CheckpointName::resolve_alone).transpose()
     }
@@ -89,7 +89,7 @@ impl RunCheckpoint {
         Ok(self.run.stored_recipe()?.run.dtype.dtype())
     }
 
-    /// Reads tensors by their names, in f32, as an export of the checkpoint has them: rounded to its element type.
+    /// Returns a function that reads tensors by name, in f32, rounded to the element type of the run's export.
     pub fn exported(
         &self,
     ) -> Result<impl FnMut(&str, &mut [f32]) -> Result<(), Error> + Send + use<>, Error> {
@@ -97,7 +97,7 @@ impl RunCheckpoint {
         Ok(move |name: &str, values: &mut [f32]| stored.read_exported(dtype, name, values))
     }
 
-    /// Returns the model's configuration at the step; no tensor is read.
+    /// Returns the model's configuration at the step. Reads no tensor.
     pub fn config_file(&self) -> Result<ConfigFile> {
         require(&self.run, self.step)?;
         Ok(self.run.stored_model(self.step)?.1)
@@ -111,14 +111,14 @@ impl fmt::Display for CheckpointName {
     }
 }
 
-/// Returns the model's configuration in a checkpoint; messages name its `directory`.
+/// Returns the model's configuration in a checkpoint. Messages name its `directory`.
 pub fn config_file(stored: &StoredCheckpoint, directory: &Path) -> Result<ConfigFile> {
     let fields = Value::Object(stored.manifest().config.clone());
     Ok(ConfigFile::from_value(fields, directory)?)
 }
 
-/// Returns the shape of a recipe's initial model, before its vocabulary is padded, from the run in `model.from` or as
-/// [`Recipe::model_config`]; `None` for a repository of the hub. Messages name the recipe `path`.
+/// Returns the shape of a recipe's initial model before its vocabulary is padded, from the run in `model.from` or from
+/// [`Recipe::model_config`]. Returns `None` for a repository of the hub. Messages name the recipe `path`.
 pub fn local_model_config(recipe: &Recipe, path: &Path) -> Result<Option<ModelConfig>> {
     let ModelOptions { new, config, from, .. } = &recipe.model;
     if let (None, None, Some(name)) = (new, config, from.as_deref().and_then(CheckpointName::parse))
@@ -130,7 +130,7 @@ pub fn local_model_config(recipe: &Recipe, path: &Path) -> Result<Option<ModelCo
     Ok(recipe.model_config(path)?)
 }
 
-/// Describes a run or a checkpoint, which is not a model; `None` for any other directory.
+/// Describes a run or a checkpoint, which is not a model. Returns `None` for any other directory.
 pub fn not_a_model(directory: &Path) -> Option<String> {
     let has = |name: &str| directory.join(name).exists();
     let export = directory.join("export");
@@ -158,7 +158,7 @@ pub fn is_step_of(name: &str, run: &str) -> bool {
     split(name).is_some_and(|(path, _)| path == run)
 }
 
-/// Returns a path and the step after its last `@`.
+/// Splits a name into a path and the step after its last `@`.
 fn split(name: &str) -> Option<(&str, u64)> {
     let (path, step) = name.rsplit_once('@')?;
     Some((path, exact_number(step)?))

@@ -1,10 +1,10 @@
-//! Stages that become longer while their run is under way, also those after which others were appended.
+//! Stages that become longer while their run is under way, also if later stages were appended.
 //!
-//! A resumed run may have a larger `tokens` of a stage that is not over, or of the last one. The learning
-//! rate follows the new length from the step at which the run resumed, and the old one before it. So the
-//! run's results depend on that step: it is recorded in `growth.jsonl` of the run directory, which no
-//! damaged checkpoint loses, and in the state of every later checkpoint. A run that resumes from an
-//! earlier checkpoint grows at the recorded step again.
+//! A resumed run may have a larger `tokens` of its current stage, of a later stage, or of the last stage. The
+//! learning rate follows the old length up to the step at which the run resumed, and the new length after it. So
+//! the run's results depend on that step. The step is recorded in `growth.jsonl` of the run directory, which
+//! survives a damaged checkpoint, and in the state of every later checkpoint. If a run resumes from an earlier
+//! checkpoint, the stage grows at the recorded step again.
 
 use std::path::{Path, PathBuf};
 
@@ -15,8 +15,8 @@ use crate::{Error, Result, RunDirectory};
 
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// Puts the state of a run between two stages, or at its end, back into the stage that was over, if that has grown
-/// there: it was the last one then, whatever was appended since.
+/// Returns to the stage that was over, if the state is between two stages or at the run's end and that stage has grown
+/// there. It was the last stage at that time, even if stages were appended since.
 pub fn reopen(state: &mut RunState, recipe: &Recipe) {
     let Some(index) = state.stage.checked_sub(1).filter(|_| state.stage_step == 0) else { return };
     let Some((stage, earlier)) = recipe.stages.get(..=index).and_then(|stages| stages.split_last())
@@ -34,20 +34,20 @@ pub fn reopen(state: &mut RunState, recipe: &Recipe) {
 /// The growth of a run that resumes.
 #[derive(Debug, Default)]
 pub struct Extensions {
-    /// Every record that counts, in the order of the steps.
+    /// Every record that applies, in the order of the steps.
     pub growth: Vec<StageExtension>,
-    /// Those that the recipe requests, which apply from here on.
+    /// The records that the recipe requests, which apply from this step on.
     pub requested: Vec<StageExtension>,
-    /// Whether the file lacks some of them.
+    /// Whether the file lacks some of the records.
     is_new: bool,
 }
 
 impl Extensions {
     /// Returns the growth of `run` at `state`: recorded in its file or in the checkpoint, or requested by a
-    /// `recipe` with longer stages than the stored one. Changes nothing.
+    /// `recipe` with longer stages than the stored recipe. Changes nothing.
     ///
     /// # Errors
-    /// Fails if a stage is longer that is over, or if a file cannot be read.
+    /// Fails if a stage that is over became longer, or if a file cannot be read.
     pub fn plan(run: &RunDirectory, recipe: &Recipe, state: &RunState) -> Result<Self> {
         if state.step == 0 {
             return Ok(Extensions::default());
@@ -56,9 +56,9 @@ impl Extensions {
         let recorded = read(&run.growth())?;
         let mut growth = recorded.clone();
         growth.extend(state.growth.iter().filter(|one| !recorded.contains(one)).cloned());
-        // A record is written before the recipe: without the recipe, the stage has not grown.
+        // A record is written before the recipe. If the recipe has a shorter stage, the stage has not grown.
         growth.retain(|one| tokens(&stored, &one.stage).is_some_and(|now| one.tokens <= now));
-        // A stage whose last step lacks its evaluation is over too.
+        // A stage is also over if only the evaluation of its last step is missing.
         let is_over = state.unevaluated.is_some()
             && (stored.stages.get(state.stage))
                 .is_some_and(|stage| state.stage_step >= stage.num_steps());
@@ -91,8 +91,8 @@ impl Extensions {
         Ok(Extensions { growth, requested, is_new })
     }
 
-    /// Writes what is new of the records, and then `recipe`; returns where a recipe is that a user has edited. The
-    /// caller has locked the directory.
+    /// Writes the records if some are new, and then `recipe`. Returns the new path of a recipe that a user has edited.
+    /// The caller has locked the directory.
     pub fn store(&self, run: &RunDirectory, recipe: &Recipe) -> Result<Option<PathBuf>> {
         if self.is_new {
             let path = run.growth();
@@ -112,7 +112,7 @@ fn tokens(recipe: &Recipe, stage: &str) -> Option<u64> {
     recipe.stages.iter().find(|known| known.name == stage).map(|known| known.tokens)
 }
 
-/// Returns the records of a file; none if it is missing.
+/// Returns the records of a file. Empty if it is missing.
 pub fn read(path: &Path) -> Result<Vec<StageExtension>> {
     let refuse = |reason: String| Error::from(moh_files::unusable(path, reason));
     let text = moh_files::read_bounded_if_any(path, MAX_FILE_BYTES, "a record of extensions")?;
@@ -155,7 +155,7 @@ mod tests {
         let growth = [grown(4, 30, 45), grown(7, 45, 90)];
         let steps = |step| steps_at(stage, &growth, step);
         assert_eq!([0, 3, 4, 6, 7, 99].map(steps), [3, 3, 5, 5, 9, 9]);
-        // From an earlier checkpoint it grew more than it had later.
+        // From an earlier checkpoint, the stage grew by more than it grew later.
         let growth = [grown(2, 45, 90), grown(4, 30, 45)];
         let steps = |step| steps_at(stage, &growth, step);
         assert_eq!([1, 2, 4].map(steps), [3, 9, 9]);

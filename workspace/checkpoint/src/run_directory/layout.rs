@@ -1,5 +1,5 @@
-//! The run directory: its layout, its lock, and what it says of its run. Whose it is: `ownership.rs`; its
-//! recipe, and what a resumed run may change of it: `stored_recipe.rs`.
+//! The run directory: its layout, its lock and its files. Ownership of the directory is in `ownership.rs`, and the
+//! recipe, with the changes that a resumed run may make, in `stored_recipe.rs`.
 
 mod ownership;
 mod stored_recipe;
@@ -20,13 +20,13 @@ use crate::run_directory::checkpoint_name::config_file;
 use crate::{Error, Result};
 use moh_files::unless_missing;
 
-/// Begins the names of the files of a calibration.
+/// Prefix of the names of a calibration's files.
 pub(crate) const CALIBRATION: &str = "calibration-step-";
 
-/// Begins the names of exports that held other files when the run wrote another one.
+/// Prefix of the names of exports that held other files when the run wrote a new export.
 const EXPORT_BEFORE: &str = "export-before-step-";
 
-/// The directory of the tokenizer among the files that a run keeps of its model.
+/// The directory of the tokenizer among the model's files that a run keeps.
 pub const TOKENIZER: &str = "tokenizer";
 
 /// The paths of a run directory.
@@ -35,7 +35,7 @@ pub struct RunDirectory {
     root: PathBuf,
 }
 
-/// The paths of a run directory that have one name.
+/// Defines the paths of a run directory that have a fixed name.
 macro_rules! paths {
     ($($(#[$doc:meta])+ $method:ident: $name:literal,)+) => {
         impl RunDirectory {
@@ -54,7 +54,7 @@ paths! {
     inputs: "inputs.json",
     /// The machine on which the run trains.
     machine: "machine.json",
-    /// What resuming needs of the run's model beside a checkpoint: configuration, tokenizers and the files
+    /// The model's files that resuming needs in addition to a checkpoint: configuration, tokenizers and files
     /// that an export copies.
     model: "model",
     /// The metrics, one JSON object per step.
@@ -63,11 +63,11 @@ paths! {
     routing: "routing.jsonl",
     /// The directory of all checkpoints.
     checkpoints: "checkpoints",
-    /// The picture of the losses that `moh-report` draws.
+    /// The chart of the losses that `moh-report` draws.
     picture: "run.svg",
     /// TensorBoard's event files.
     tensorboard: "tensorboard",
-    /// A file that records that a checkpoint was completed: a run that has it does not start over when
+    /// A file that records that a checkpoint was completed. A run with this file does not start over when
     /// all of its checkpoints are gone.
     marker: "has-checkpoints",
     /// The stages that have become longer.
@@ -79,7 +79,7 @@ paths! {
 }
 
 impl RunDirectory {
-    /// Returns the paths below `root`; accesses no file.
+    /// Returns the paths below `root`. Accesses no file.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         RunDirectory { root: root.into() }
     }
@@ -89,15 +89,15 @@ impl RunDirectory {
         &self.root
     }
 
-    /// Returns the directory of the tokenizer with which the run trains; `None` if it has none.
+    /// Returns the directory of the tokenizer with which the run trains, or `None` if it has no tokenizer.
     pub fn tokenizer(&self) -> Option<PathBuf> {
         let places = [self.model().join(TOKENIZER), self.model()];
         places.into_iter().find(|place| place.join("tokenizer.json").is_file())
     }
 
-    /// Returns whether the run can be resumed without the model of `recipe`: it has completed a checkpoint, so the
-    /// initial weights are not needed, not by a stage that [learns from them](moh_recipe::DistillOptions) either, it
-    /// keeps the model's other files, and the recipe names the same model.
+    /// Returns whether the run can be resumed without the model of `recipe`. The run must have completed a checkpoint,
+    /// which replaces the initial weights, and keep the model's other files. The recipe must name the same model. No
+    /// stage may still [learn from the initial weights](moh_recipe::DistillOptions).
     pub fn keeps_model(&self, recipe: &Recipe) -> Result<bool> {
         let is_kept = self.model().is_dir() && self.inputs().is_file();
         if !is_kept || !self.is_run()? || !self.has_completed_work()? {
@@ -115,7 +115,7 @@ impl RunDirectory {
             == (&now.from, &now.revision, &now.tokenizer))
     }
 
-    /// Returns the checkpoint after `step` steps, whose tensors are not read.
+    /// Returns the checkpoint after `step` steps, without reading its tensors.
     pub fn stored(&self, step: u64) -> Result<StoredCheckpoint> {
         StoredCheckpoint::of_step(self, step)
     }
@@ -124,45 +124,45 @@ impl RunDirectory {
     pub fn stored_model(&self, step: u64) -> Result<(StoredCheckpoint, ConfigFile)> {
         let stored = self.stored(step)?;
         let file = config_file(&stored, &self.checkpoint(step))?;
-        // Before anybody allocates what a configuration of other sizes asks for.
+        // Checked before the caller allocates memory for a configuration of other sizes.
         stored.check_size(&file.config)?;
         Ok((stored, file))
     }
 
-    /// Returns the checkpoint after `step` steps over all stages.
+    /// Returns the path of the checkpoint after `step` steps over all stages.
     pub fn checkpoint(&self, step: u64) -> PathBuf {
         self.checkpoints().join(format!("step-{step}"))
     }
 
-    /// Returns a free name for an export that holds other files, before the export of `step` is written.
+    /// Returns a free name for an export with other files, before the export of `step` is written.
     pub fn export_aside(&self, step: u64) -> PathBuf {
         first_free_suffixed(|suffix| self.root.join(format!("{EXPORT_BEFORE}{step}{suffix}")))
     }
 
-    /// What a calibration after `step` steps over all stages has chosen.
+    /// Returns the path of the results of a calibration after `step` steps over all stages.
     pub fn calibration(&self, step: u64) -> PathBuf {
         self.root.join(format!("{CALIBRATION}{step}.json"))
     }
 
-    /// Returns the layers that it has found, with output projections and matrices of routers.
+    /// Returns the path of the layers that a calibration has found, with output projections and router matrices.
     pub fn calibrated_layers(&self, step: u64) -> PathBuf {
         self.root.join(format!("{CALIBRATION}{step}.layers"))
     }
 
-    /// Returns the timeline of a step, counted over all stages; `rank` is given if there are several.
+    /// Returns the path of a step's timeline. The step counts over all stages. `rank` is given if there are several.
     pub fn trace(&self, step: u64, rank: Option<usize>) -> PathBuf {
         let rank = rank.map_or_else(String::new, |rank| format!("-rank-{rank}"));
         self.root.join(format!("trace-step-{step}{rank}.json"))
     }
 
-    /// Creates the directory if it is missing and locks it against other processes. The caller has
-    /// [checked](Self::check) whose it is.
+    /// Creates the directory if it is missing, and locks it against other processes. The caller has
+    /// [checked](Self::check) that the run may use it.
     pub fn lock(&self) -> Result<RunLock> {
         std::fs::create_dir_all(&self.root).map_err(moh_files::io(&self.root))?;
         RunLock::acquire(&self.root)
     }
 
-    /// Steps of the complete checkpoints, ascending.
+    /// Returns the steps of the complete checkpoints, ascending.
     pub fn checkpoint_steps(&self) -> Result<Vec<u64>> {
         let names = names(&self.checkpoints())?;
         let mut steps: Vec<u64> = names.iter().filter_map(|name| complete_step(name)).collect();
@@ -175,8 +175,8 @@ impl RunDirectory {
         moh_files::unusable(&self.checkpoints(), reason).into()
     }
 
-    /// Returns whether the run has ever completed a checkpoint or finished: its marker or its summary exists, or a
-    /// checkpoint, good or damaged.
+    /// Returns whether the run has ever completed a checkpoint or finished: its marker, its summary or a
+    /// checkpoint, good or damaged, exists.
     pub fn has_completed_work(&self) -> Result<bool> {
         let exists = |path: PathBuf| path.symlink_metadata().is_ok();
         if [self.marker(), self.summary()].into_iter().any(exists) {
@@ -185,7 +185,7 @@ impl RunDirectory {
         self.has_names()
     }
 
-    /// Returns whether there is a checkpoint, good or damaged, by its name.
+    /// Returns whether a name of a checkpoint, good or damaged, exists.
     pub(crate) fn has_names(&self) -> Result<bool> {
         let is_one = |name: &String| name.starts_with("step-") || name.starts_with(DAMAGED);
         Ok(names(&self.checkpoints())?.iter().any(is_one))
@@ -208,7 +208,7 @@ impl RunDirectory {
         Ok(has_summary && self.export().join("config.json").is_file())
     }
 
-    /// Removes the summary of a run that continues, which would call it finished.
+    /// Removes the summary of a run that continues: the summary would mark the run as finished.
     pub fn remove_summary(&self) -> Result<()> {
         let path = self.summary();
         unless_missing(&path, std::fs::remove_file(&path))?;

@@ -1,5 +1,5 @@
-//! The logs of a run that continues: cut back to the checkpoint's step, or begun again where lines
-//! before it are lost. A log never keeps a run from its weights.
+//! The logs of a run that continues: cut back to the checkpoint's step, or started again if earlier lines
+//! are lost. A log never prevents a run from using its weights.
 
 use std::path::{Path, PathBuf};
 
@@ -10,11 +10,11 @@ use moh_recipe::Recipe;
 
 use crate::{Error, Result, RunDirectory};
 
-/// Prepares `metrics.jsonl` for the steps after `step`; returns a warning if lines before it are lost.
-/// A file that lacks some is renamed, not removed.
+/// Prepares `metrics.jsonl` for the steps after `step`. If earlier lines are lost, renames the file, does not
+/// remove it, and returns a warning.
 pub fn resume(run: &RunDirectory, recipe: &Recipe, step: u64) -> Result<Option<String>> {
     let path = run.metrics();
-    // The lines of a file that was begun again start after a later step than 0.
+    // A file that was started again starts after a later step than 0.
     let first = metrics::first(&path)?.and_then(|line| recipe.steps_before(&line.stage, line.step));
     if let Some(start) = first.or((step == 0).then_some(0)) {
         match metrics::cut_back(&path, step.saturating_sub(start)) {
@@ -31,8 +31,8 @@ pub fn resume(run: &RunDirectory, recipe: &Recipe, step: u64) -> Result<Option<S
     Ok(Some(format!("{lost} after step {step}, the old file is {}", aside.display())))
 }
 
-/// Prepares `routing.jsonl` for what follows `state`; returns a warning if it cannot be read. It is then
-/// renamed, not removed.
+/// Prepares `routing.jsonl` for the evaluations after `state`. If it cannot be read, renames the file, does not
+/// remove it, and returns a warning.
 pub fn resume_routing(run: &RunDirectory, state: &RunState) -> Result<Option<String>> {
     let (path, step) = (run.routing(), state.step);
     let is_evaluated = match step {
@@ -49,7 +49,7 @@ pub fn resume_routing(run: &RunDirectory, state: &RunState) -> Result<Option<Str
     }
 }
 
-/// Renames a log that is begun again after a step; returns its new path.
+/// Renames a log that is started again after a step. Returns its new path.
 fn archive_log(path: &Path, root: &Path, name: &str, step: u64) -> Result<PathBuf> {
     let aside =
         first_free_suffixed(|suffix| root.join(format!("{name}-before-step-{step}{suffix}.jsonl")));

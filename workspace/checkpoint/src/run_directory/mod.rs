@@ -1,5 +1,5 @@
-//! The directory of a run: its layout, its lock, whose it is, what a resumed run may change of its recipe, and the stages
-//! that became longer.
+//! The directory of a run: its layout, its lock, its ownership, the changes to its recipe that a resumed run may make,
+//! and the stages that became longer.
 
 pub mod branch;
 mod checkpoint_name;

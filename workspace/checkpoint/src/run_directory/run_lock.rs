@@ -1,5 +1,5 @@
 //! The lock of a run directory: the system's own, which ends with the process that holds it. Some file systems
-//! (Lustre and NFS with certain options) have no locks. There nothing keeps a second process out.
+//! (Lustre and NFS with certain options) have no locks. On them, a second process is not kept out.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::ErrorKind;
@@ -7,7 +7,7 @@ use std::path::Path;
 
 use crate::Result;
 
-/// The file that is locked; it stays.
+/// The file that is locked. It is never removed.
 pub(crate) const LOCK: &str = ".lock";
 /// ENOLCK of Linux: no locks available.
 const ENOLCK: i32 = 37;
@@ -20,12 +20,12 @@ pub struct RunLock {
 }
 
 impl RunLock {
-    /// Locks the directory `root`, which exists.
+    /// Locks the directory `root`, which must exist.
     pub(crate) fn acquire(root: &Path) -> Result<Self> {
         Self::acquire_by(File::try_lock, root)
     }
 
-    /// As [`Self::acquire`], with the system's lock.
+    /// Locks the directory with `try_lock`, which the tests replace.
     fn acquire_by(
         try_lock: impl Fn(&File) -> Result<(), TryLockError>,
         root: &Path,
@@ -53,7 +53,7 @@ impl RunLock {
         Ok(RunLock { _file: file, warning })
     }
 
-    /// What a user should know about the lock, in a sentence.
+    /// Returns a sentence for the user if the file system has no locks.
     pub fn warning(&self) -> Option<&str> {
         self.warning.as_deref()
     }

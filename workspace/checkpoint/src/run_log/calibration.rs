@@ -1,4 +1,4 @@
-//! What a run has measured where a stage converts its model: `moh.calibration` of a recipe.
+//! Measurements of a run when a stage converts its model: `moh.calibration` of a recipe.
 
 use moh_step::finite_or_nan;
 use serde::{Deserialize, Serialize};
@@ -8,17 +8,17 @@ use serde::{Deserialize, Serialize};
 pub struct StageCalibration {
     /// The stage's name.
     pub stage: String,
-    /// Steps done before it, over all stages.
+    /// Steps done before the stage, over all stages.
     pub step: u64,
     /// Calibration tokens.
     pub tokens: u64,
-    /// Those of them that nothing was fitted to; 0 in logs of versions that fitted to all.
+    /// Calibration tokens that no fit used. 0 in logs of versions that fitted to all tokens.
     #[serde(default)]
     pub held_out_tokens: u64,
-    /// Mean cross-entropy over these, in nats; null in JSON if it is not finite: of the dense model,
+    /// Mean cross-entropy of the dense model over the held-out tokens, in nats. Null in JSON if it is not finite.
     #[serde(deserialize_with = "finite_or_nan")]
     pub loss_dense: f64,
-    /// and of the model with which the stage begins.
+    /// The same of the model with which the stage begins.
     #[serde(deserialize_with = "finite_or_nan")]
     pub loss: f64,
     /// Whether the output projections are refitted.
@@ -34,7 +34,7 @@ impl StageCalibration {
     }
 }
 
-/// What a calibration has chosen for a layer.
+/// The choices of a calibration for a layer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CalibratedLayer {
@@ -45,13 +45,13 @@ pub struct CalibratedLayer {
     /// The relative squared error of the attention output with the dense model's output projection.
     #[serde(deserialize_with = "finite_or_nan")]
     pub error_before: f64,
-    /// The same with the refitted one, if it is.
+    /// The same error with the refitted projection, if it is refitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<f64>,
-    /// The ridge of its fit, in means of the diagonal.
+    /// The ridge of the refit, in means of the diagonal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ridge: Option<f64>,
-    /// The share of the heads' contributions, but for each token's mean, that the fit of a learned router explains.
+    /// The share of the heads' contributions, except each token's mean, that the fit of a learned router explains.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub router_explained: Option<f64>,
 }

@@ -1,4 +1,4 @@
-//! The losses of a run at its points, and which of them can be compared.
+//! The losses of a run at its points, and the conditions under which they can be compared.
 
 use std::collections::BTreeMap;
 
@@ -16,45 +16,45 @@ pub struct Evaluation {
     pub moment: EvaluationPoint,
     /// Steps done at that point, over all stages.
     pub step: u64,
-    /// Mean cross-entropy, in nats per token; null in JSON if it is not finite.
+    /// Mean cross-entropy, in nats per token. Null in JSON if it is not finite.
     #[serde(deserialize_with = "finite_or_nan")]
     pub loss: f64,
-    /// In bits per byte of the decoded targets; `None` without a tokenizer.
+    /// The loss in bits per byte of the decoded targets. `None` without a tokenizer.
     pub bits_per_byte: Option<f64>,
-    /// The validation set of these two, which was the recipe's first then; `None` in files of earlier versions.
+    /// The validation set of both losses: the recipe's first set at that point. `None` in files of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub set: Option<String>,
     /// The losses of the validation sets after the first, by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub other_sets: BTreeMap<String, Validation>,
-    /// What was evaluated of each of these sets, by name; empty in files of earlier versions.
+    /// The evaluated text of each of these sets, by name. Empty in files of earlier versions.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub texts: BTreeMap<String, EvaluatedText>,
 }
 
-/// What was evaluated of a validation set: losses of equal ones can be compared.
+/// The evaluated text of a validation set. Losses of equal texts can be compared.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EvaluatedText {
-    /// blake3 of what identifies the content of its token file, in hexadecimal.
+    /// blake3 of the identity of its token file's content, in hexadecimal.
     pub content: String,
     /// The tokens that the model predicted.
     pub targets: u64,
 }
 
 impl Evaluation {
-    /// Creates a loss of which nothing else is known.
+    /// Creates an evaluation with only a loss.
     pub fn new(moment: EvaluationPoint, step: u64, loss: f64) -> Self {
         let (other_sets, texts) = (BTreeMap::new(), BTreeMap::new());
         Evaluation { moment, step, loss, bits_per_byte: None, set: None, other_sets, texts }
     }
 
-    /// Returns whether `all`, which has this evaluation, has more at this point: a stage that went on has several ends.
+    /// Returns whether `all` has another evaluation at this point: an extended stage has several ends.
     pub fn is_repeated(&self, all: &[Evaluation]) -> bool {
         all.iter().filter(|other| other.moment == self.moment).count() > 1
     }
 
-    /// Returns whether the losses are of one text; where it is not known, as far as the name of their set tells.
+    /// Returns whether the losses are of the same text. If a text is not known, compares the names of the sets.
     pub fn is_comparable(&self, other: &Evaluation) -> bool {
         let text = |of: &Evaluation| Some(of.texts.get(of.set.as_ref()?)?.clone());
         match (text(self), text(other)) {
@@ -63,13 +63,13 @@ impl Evaluation {
         }
     }
 
-    /// Returns the set's name, if another one of `all` is of another set.
+    /// Returns the set's name, if `all` contains an evaluation of another set.
     pub fn set_among(&self, all: &[Evaluation]) -> Option<String> {
         let is_needed = all.iter().any(|other| !other.is_comparable(self));
         self.set.as_deref().filter(|_| is_needed).map(|set| self.numbered_name(set, all))
     }
 
-    /// Returns the name of a set; with a number from 2 on if sets of other texts had it before, among `all`.
+    /// Returns the name of a set. Appends a number from 2 on if earlier sets in `all` had this name and other texts.
     pub fn numbered_name(&self, set: &str, all: &[Evaluation]) -> String {
         let mut texts: Vec<&EvaluatedText> = Vec::new();
         for text in all.iter().filter_map(|evaluation| evaluation.texts.get(set)) {
@@ -105,7 +105,7 @@ pub enum EvaluationPoint {
     },
 }
 
-/// What an evaluation is called in tables and charts: its moment, and its set where those of the run are of several.
+/// Returns the label of an evaluation in tables and charts: its moment, and its set if the run's sets differ.
 pub fn label(summary: &Summary, evaluation: &Evaluation) -> String {
     let moment = describe(summary.heads, evaluation, &summary.evaluations);
     match evaluation.set_among(&summary.evaluations) {
@@ -114,7 +114,7 @@ pub fn label(summary: &Summary, evaluation: &Evaluation) -> String {
     }
 }
 
-/// Returns the moment of an evaluation, one of `all`, of a model with that many query heads.
+/// Returns the moment of an evaluation, one of `all`, of a model with `heads` query heads.
 fn describe(heads: usize, evaluation: &Evaluation, all: &[Evaluation]) -> String {
     match &evaluation.moment {
         EvaluationPoint::Loaded => "the model as loaded".to_owned(),

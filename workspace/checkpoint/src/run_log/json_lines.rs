@@ -1,4 +1,4 @@
-//! Lines of JSON in a file that grows in place. A line is complete once its newline is written; text
+//! Lines of JSON in a file that grows in place. A line is complete once its newline is written. Text
 //! after the last newline is the remainder of an interrupted write.
 
 use std::fs::File;
@@ -21,7 +21,7 @@ pub(crate) struct Lines {
 }
 
 impl Lines {
-    /// `None` if the file is missing.
+    /// Opens a file. Returns `None` if it is missing.
     pub(crate) fn open(path: &Path) -> Result<Option<Self>> {
         let file = unless_missing(path, moh_files::open(path))?;
         Ok(file.map(|file| Lines {
@@ -32,7 +32,7 @@ impl Lines {
         }))
     }
 
-    /// Returns the next line with its newline; `None` at the end. An incomplete last line is skipped.
+    /// Returns the next line with its newline, or `None` at the end. An incomplete last line is skipped.
     pub(crate) fn next(&mut self) -> Result<Option<&[u8]>> {
         self.line.clear();
         let mut bounded = (&mut self.file).take(MAX_LINE_BYTES);
@@ -48,14 +48,14 @@ impl Lines {
         Ok(None)
     }
 
-    /// Returns the values of all lines that are left.
+    /// Returns the values of all remaining lines.
     pub(crate) fn parse<T: DeserializeOwned>(self) -> Result<Vec<T>> {
         let mut values = Vec::new();
         self.for_each(|value| values.push(value))?;
         Ok(values)
     }
 
-    /// Passes the value of each line that is left to `visit`.
+    /// Passes the value of each remaining line to `visit`.
     pub(crate) fn for_each<T: DeserializeOwned>(mut self, mut visit: impl FnMut(T)) -> Result<()> {
         while let Some(line) = self.next()? {
             match serde_json::from_slice(line) {

@@ -15,7 +15,7 @@ pub struct Machine {
     pub version: String,
     /// Operating system and architecture.
     pub system: String,
-    /// The first rank's processor; empty if it is not known.
+    /// The first rank's processor. Empty if it is not known.
     pub processor: String,
     /// Threads of an operator on the first rank's CPU.
     pub threads: usize,
@@ -26,7 +26,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// This machine, with the name of its processor and of the device on which `ranks` ranks train.
+    /// Describes this machine, with the name of its processor and of the device on which `ranks` ranks train.
     pub fn new(processor: &str, device: String, ranks: usize) -> Self {
         Machine {
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -38,7 +38,7 @@ impl Machine {
         }
     }
 
-    /// Reads the file at `path`; `None` if it is missing.
+    /// Reads the file at `path`. Returns `None` if it is missing.
     pub fn read(path: &Path) -> Result<Option<Self>> {
         let kind = "the description of a machine";
         let bytes = moh_files::read_bounded_if_any(path, MAX_BYTES, kind)?;
@@ -53,7 +53,7 @@ impl Machine {
         Ok(Some(machine))
     }
 
-    /// Writes the file at `path` as a whole.
+    /// Replaces the whole file at `path`.
     pub fn write(&self, path: &Path) -> Result<()> {
         let text =
             serde_json::to_vec_pretty(self).map_err(|error| moh_files::io(path)(error.into()))?;

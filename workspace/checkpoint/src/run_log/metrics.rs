@@ -1,8 +1,8 @@
 //! `metrics.jsonl`: one JSON object per step.
 //!
-//! A line is complete once its newline is written; text after the last newline is the remainder of
-//! an interrupted write. [`cut_back`] truncates the file to a checkpoint's step, so a resumed run
-//! leaves the same file as an uninterrupted one. Values that are not finite are written as null.
+//! A line is complete once its newline is written. Text after the last newline is the remainder of an
+//! interrupted write. [`cut_back`] truncates the file to a checkpoint's step, so a resumed run writes the
+//! same file as an uninterrupted run. Values that are not finite are written as null.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -30,9 +30,9 @@ pub struct StepMetrics {
     pub tokens: u64,
     /// Mean cross-entropy of the step, in nats.
     pub loss: f64,
-    /// Targets of the step that are trained on, where masks leave some out; `None` if all are.
+    /// Targets of the step that are trained on, if masks exclude some. `None` if all are trained on.
     pub targets: Option<u64>,
-    /// The auxiliary losses, unweighted; `None` where the model has no such loss.
+    /// The auxiliary losses, unweighted. `None` where the model has no such loss.
     pub auxiliary: AuxiliaryLosses<Option<f64>>,
     /// The step's learning rate.
     pub learning_rate: f64,
@@ -44,20 +44,20 @@ pub struct StepMetrics {
     pub validation: Option<Validation>,
     /// Set if the step was not applied.
     pub skipped: Option<SkippedStep>,
-    /// The evaluations after the step of all sets that were due, by name.
+    /// The evaluations of all sets that were due after the step, by name.
     pub validation_sets: BTreeMap<String, Validation>,
-    /// Norms by block, on the steps at which the recipe asks for them.
+    /// Norms by block, on the steps for which the recipe requests them.
     pub block_norms: Option<BlockNorms>,
-    /// Times and memory; `None` in files of earlier versions.
+    /// Times and memory. `None` in files of earlier versions.
     pub speed: Option<Speed>,
 }
 
 /// A step that was not applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SkippedStep {
-    /// Why.
+    /// The reason why it was not applied.
     pub reason: SkipReason,
-    /// Its first and its last sample.
+    /// The step's first and last sample.
     pub samples: [u64; 2],
 }
 
@@ -68,7 +68,7 @@ pub struct Validation {
     /// Mean cross-entropy, in nats per token.
     #[serde(deserialize_with = "finite_or_nan")]
     pub loss: f64,
-    /// The loss in bits per byte of the decoded targets; `None` without a tokenizer.
+    /// The loss in bits per byte of the decoded targets. `None` without a tokenizer.
     pub bits_per_byte: Option<f64>,
 }
 
@@ -81,7 +81,7 @@ struct Line {
     loss: Option<f64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     targets: Option<u64>,
-    /// The auxiliary losses by name. Unknown fields are read into it too, and refused by [`losses`].
+    /// The auxiliary losses by name. Unknown fields are also read into this map, and [`losses`] rejects them.
     #[serde(flatten)]
     auxiliary: BTreeMap<String, Option<f64>>,
     learning_rate: Option<f64>,
@@ -108,7 +108,7 @@ fn present<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<Option<f6
     Option::deserialize(from).map(Some)
 }
 
-/// Returns the losses by name: a balance loss that a step does not have is null, others are left out.
+/// Returns the losses by name. A balance loss that a step does not have is null, other such losses are omitted.
 fn named(losses: AuxiliaryLosses<Option<f64>>) -> BTreeMap<String, Option<f64>> {
     let is_written = |(loss, value): &(AuxiliaryLoss, Option<f64>)| {
         value.is_some() || *loss == AuxiliaryLoss::Balance
@@ -117,7 +117,7 @@ fn named(losses: AuxiliaryLosses<Option<f64>>) -> BTreeMap<String, Option<f64>> 
     written.map(|(loss, value)| (loss.name().to_owned(), value)).collect()
 }
 
-/// Returns the losses of a line; other names are fields that no line has.
+/// Returns the losses of a line. Any other name is an unknown field, and fails.
 fn losses(named: &BTreeMap<String, Option<f64>>) -> Result<AuxiliaryLosses<Option<f64>>, String> {
     let is_known = |name: &&String| AuxiliaryLoss::ALL.iter().any(|loss| loss.name() == *name);
     match named.keys().find(|name| !is_known(name)) {
@@ -189,14 +189,14 @@ impl TryFrom<Line> for StepMetrics {
     }
 }
 
-/// Appends to a metrics file. Lines that cannot be written are kept, and written with a later one.
+/// Appends to a metrics file. Lines that cannot be written are kept and written with a later line.
 #[derive(Debug)]
 pub struct MetricsWriter {
     path: PathBuf,
     file: File,
     /// Bytes of the file up to its last complete line.
     len: u64,
-    /// Whether the file may have a part of a line after those.
+    /// Whether the file may have a part of a line after its last complete line.
     is_torn: bool,
     unwritten: Vec<u8>,
     is_known_removed: bool,
@@ -204,7 +204,7 @@ pub struct MetricsWriter {
 
 impl MetricsWriter {
     /// Opens the file at `path` for appending, and creates it if it is missing. To resume, truncate
-    /// it first with [`cut_back`].
+    /// the file first with [`cut_back`].
     pub fn append_to(path: &Path) -> Result<Self> {
         let file =
             OpenOptions::new().create(true).append(true).open(path).map_err(moh_files::io(path))?;
@@ -214,10 +214,8 @@ impl MetricsWriter {
         Ok(MetricsWriter { path, file, len, is_torn, unwritten: Vec::new(), is_known_removed })
     }
 
-    /// Appends the line of one step, in a single write.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be written; the line is then kept and written with the next one.
+    /// Appends the line of one step, in a single write. If the write fails, the line is kept and written with the
+    /// next line.
     pub fn write(&mut self, metrics: &StepMetrics) -> Result<()> {
         let io = moh_files::io(&self.path);
         self.unwritten.extend(serde_json::to_vec(metrics).map_err(|error| io(error.into()))?);
@@ -225,18 +223,18 @@ impl MetricsWriter {
         self.flush()
     }
 
-    /// Returns whether lines are kept that could not be written.
+    /// Returns whether there are lines that could not be written yet.
     pub fn is_behind(&self) -> bool {
         !self.unwritten.is_empty()
     }
 
-    /// Returns whether this call is the first one that finds the file removed: further lines would be lost.
+    /// Returns whether this call is the first to find that the file was removed: further lines would be lost.
     pub fn finds_removed(&mut self) -> bool {
         let is_removed = self.path.try_exists().is_ok_and(|exists| !exists);
         is_removed && !std::mem::replace(&mut self.is_known_removed, true)
     }
 
-    /// Its path.
+    /// Returns the path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -256,8 +254,8 @@ impl MetricsWriter {
         Ok(())
     }
 
-    /// Writes all lines; returns a function that syncs them to disk, for another thread. A checkpoint of step N can
-    /// be resumed only with N lines, so sync before completing one.
+    /// Writes all lines. Returns a function that syncs them to disk, for another thread. Resuming from a checkpoint
+    /// of step N requires N lines, so sync before completing a checkpoint.
     pub fn sync_later(&mut self) -> Result<impl FnOnce() -> Result<()> + Send + use<>> {
         self.flush()?;
         let file = self.file.try_clone().map_err(moh_files::io(&self.path))?;
@@ -266,7 +264,7 @@ impl MetricsWriter {
     }
 }
 
-/// All complete lines of the file at `path`; an incomplete last line is skipped.
+/// Reads all complete lines of the file at `path`. An incomplete last line is skipped.
 pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
     match Lines::open(path)? {
         Some(lines) => lines.parse(),
@@ -274,14 +272,14 @@ pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
     }
 }
 
-/// Passes each complete line of the file at `path` to `visit`, without holding them all; a missing file has
-/// none.
+/// Passes each complete line of the file at `path` to `visit`, without keeping all lines in memory. A missing
+/// file has no lines.
 pub fn for_each(path: &Path, visit: impl FnMut(StepMetrics)) -> Result<()> {
     Lines::open(path)?.map_or(Ok(()), |lines| lines.for_each(visit))
 }
 
-/// Returns the first line of the file at `path`; `None` if the file is missing or empty, or the line is not in
-/// the format of [`MetricsWriter`].
+/// Returns the first line of the file at `path`. Returns `None` if the file is missing or empty, or if the line is
+/// not in the format of [`MetricsWriter`].
 pub fn first(path: &Path) -> Result<Option<StepMetrics>> {
     let Some(mut lines) = Lines::open(path)? else { return Ok(None) };
     match lines.next() {
@@ -291,9 +289,9 @@ pub fn first(path: &Path) -> Result<Option<StepMetrics>> {
     }
 }
 
-/// Keeps exactly the first `steps_kept` complete lines of the file at `path`, byte for byte, and
-/// drops the rest, including an incomplete line. The replacement is atomic: an interruption leaves
-/// the old file or the new one. A missing file counts as empty.
+/// Truncates the file at `path` to its first `steps_kept` complete lines, byte for byte, also dropping an
+/// incomplete line. The replacement is atomic: an interruption leaves the old or the new file. A missing file
+/// counts as empty.
 ///
 /// # Errors
 /// Fails if the file has fewer complete lines, or cannot be read or replaced.

@@ -1,5 +1,5 @@
-//! What a run records of itself: `metrics.jsonl` and `routing.jsonl`, TensorBoard's event files, timelines of steps,
-//! `machine.json` and `summary.json`. Writers and readers take paths; where a run keeps its files is decided above.
+//! The records that a run writes: `metrics.jsonl` and `routing.jsonl`, TensorBoard's event files, timelines of steps,
+//! `machine.json` and `summary.json`. Writers and readers get paths. The run directory chooses them.
 
 mod calibration;
 mod evaluation;

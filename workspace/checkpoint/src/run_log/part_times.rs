@@ -1,8 +1,8 @@
-//! The times of the parts of steps, from their spans ([`moh_kernels::span`]): always measured, so
-//! without waiting for the device.
+//! The times of the parts of steps, from their spans ([`moh_kernels::span`]). They are always measured, so
+//! the measurement does not wait for the device.
 //!
-//! Parts exclude each other: the time of a collective within a pass counts as exchange alone. Within an
-//! evaluation or a checkpoint everything counts as that.
+//! Parts exclude each other: the time of a collective within a pass counts only as exchange. Within an
+//! evaluation or a checkpoint, all time counts as evaluation or checkpoint.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -26,7 +26,7 @@ enum StepPart {
 const PARTS: usize = StepPart::Checkpoint as usize + 1;
 
 impl StepPart {
-    /// Returns the part that a span begins within another one.
+    /// Returns the part of a span within a span of part `outer`.
     fn within(outer: Option<StepPart>, name: &str) -> Option<StepPart> {
         if matches!(outer, Some(StepPart::Evaluation | StepPart::Checkpoint)) {
             return outer;
@@ -47,7 +47,7 @@ impl StepPart {
     }
 }
 
-/// Measures the parts of the steps of one thread, which it listens to.
+/// Measures the parts of the steps of the thread that it listens to.
 #[derive(Debug, Default)]
 pub struct PartTimes(Mutex<State>);
 
@@ -55,7 +55,7 @@ pub struct PartTimes(Mutex<State>);
 struct State {
     /// The part of each open span, innermost last.
     open: Vec<Option<StepPart>>,
-    /// Up to when the times are complete.
+    /// The time up to which the counts are complete.
     until: Instant,
     times: [Duration; PARTS],
 }
@@ -82,12 +82,12 @@ impl State {
 }
 
 impl PartTimes {
-    /// Locks the state; a poisoned lock is used, since every change is complete.
+    /// Locks the state. A poisoned lock is used, since every change is complete.
     fn locked(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the times of the parts since the last call; everything else is 0.
+    /// Returns the times of the parts since the last call. The other fields are 0.
     pub fn take(&self) -> Speed {
         let mut state = self.locked();
         let part = state.part();
@@ -113,7 +113,7 @@ impl Sink for PartTimes {
         let mut state = self.locked();
         let outer = state.part();
         let part = StepPart::within(outer, label.name);
-        // Most spans are within a part, and take no time of the clock.
+        // Most spans do not change the part, and need no time of the clock.
         if part != outer {
             state.count(outer);
         }
@@ -142,7 +142,7 @@ mod tests {
         times.take().parts().into_iter().filter(|part| part.1 > 0.0).map(|part| part.0).collect()
     }
 
-    /// Spans one in another, the innermost of which takes some time.
+    /// Enters nested spans. The innermost span takes some time.
     fn nested(names: &[&'static str]) {
         match names {
             [name, inner @ ..] => {

@@ -19,9 +19,9 @@ use crate::run_log::json_lines::Lines;
 pub struct RoutingLine {
     /// Steps done, over all stages.
     pub step: u64,
-    /// What the evaluation follows.
+    /// The event before the evaluation.
     pub moment: RoutingMoment,
-    /// Name of the stage; `None` for the loaded model.
+    /// Name of the stage. `None` for the loaded model.
     pub stage: Option<String>,
     /// Name of the validation set.
     pub validation: String,
@@ -33,14 +33,14 @@ pub struct RoutingLine {
     pub entropy: f64,
     /// Shared heads of the layer.
     pub shared_heads: usize,
-    /// Which heads are shared, in ascending order; empty if they are the first ones.
+    /// Which heads are shared, in ascending order. Empty if the first heads are shared.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub shared_head_ids: Vec<usize>,
-    /// Tokens that selected each routed head: those that are not shared, in ascending order.
+    /// Number of tokens that selected each routed head. Routed heads are the heads that are not shared, ascending.
     pub selected: Vec<u64>,
 }
 
-/// What an evaluation follows.
+/// The event before an evaluation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RoutingMoment {
@@ -52,14 +52,14 @@ pub enum RoutingMoment {
     Step,
 }
 
-/// The evaluation that lines belong to.
+/// The evaluation of a group of lines.
 #[derive(Debug, Clone, Copy)]
 pub struct RoutingOf<'a> {
     /// Steps done, over all stages.
     pub step: u64,
-    /// What the evaluation follows.
+    /// The event before the evaluation.
     pub moment: RoutingMoment,
-    /// Name of the stage; `None` for the loaded model.
+    /// Name of the stage. `None` for the loaded model.
     pub stage: Option<&'a str>,
     /// Name of the validation set.
     pub validation: &'a str,
@@ -86,10 +86,10 @@ impl RoutingLine {
         }
     }
 
-    /// Returns the tokens that selected each head of the layer; `None` for a shared head.
+    /// Returns the number of tokens that selected each head of the layer, or `None` for a shared head.
     ///
-    /// A line that was not written by this program may name shared heads that the layer lacks; they
-    /// count as no heads.
+    /// A line that another program wrote may name shared heads that the layer lacks. Such heads are
+    /// ignored.
     pub fn heads(&self) -> impl Iterator<Item = Option<u64>> {
         let first = if self.shared_head_ids.is_empty() { self.shared_heads } else { 0 };
         let is_shared =
@@ -108,12 +108,12 @@ pub struct RoutingWriter {
 }
 
 impl RoutingWriter {
-    /// For the file at `path`; opens none yet.
+    /// Creates a writer for the file at `path`. Opens no file yet.
     pub fn append_to(path: &Path) -> Self {
         RoutingWriter { path: path.to_path_buf(), file: None }
     }
 
-    /// Appends lines and syncs them: checkpoints do not wait for this file.
+    /// Appends lines and syncs them, since checkpoints do not wait for this file.
     pub fn write(&mut self, lines: &[RoutingLine]) -> Result<()> {
         if lines.is_empty() {
             return Ok(());
@@ -136,14 +136,14 @@ impl RoutingWriter {
     }
 }
 
-/// All complete lines of the file at `path`; none if it is missing.
+/// Reads all complete lines of the file at `path`. Empty if it is missing.
 pub fn read(path: &Path) -> Result<Vec<RoutingLine>> {
     Lines::open(path)?.map_or(Ok(Vec::new()), Lines::parse)
 }
 
-/// Removes the lines that a run writes again when it resumes after step `step`; the others stay byte for byte. It writes
-/// the lines of later steps again, those of a conversion after the step, and, unless `is_evaluated`, those of the step
-/// itself (of step 0, those of the loaded model). The replacement is atomic.
+/// Removes the lines that a run writes again when it resumes after step `step`. The other lines stay byte for byte.
+/// The run writes again the lines of later steps and of a conversion after the step. Unless `is_evaluated`, it also
+/// writes the lines of the step itself again (for step 0, of the loaded model). The replacement is atomic.
 pub fn cut_back(path: &Path, step: u64, is_evaluated: bool) -> Result<()> {
     let io = |error| moh_files::io(path)(error);
     let Some(mut lines) = Lines::open(path)? else { return Ok(()) };
@@ -177,7 +177,7 @@ mod tests {
         RoutingLine::new(RoutingOf { step, moment, stage, validation }, &routing)
     }
 
-    /// Two layers at each of these steps.
+    /// Writes the lines of two layers for each of these steps.
     fn write(path: &Path, steps: impl IntoIterator<Item = (u64, RoutingMoment)>) {
         let mut writer = RoutingWriter::append_to(path);
         for (step, moment) in steps {
@@ -226,7 +226,7 @@ mod tests {
         let all = [(0, Loaded), (2, Step), (4, Step), (4, Converted), (5, Step), (6, Step)];
         write(&path, all);
         let whole = std::fs::read(&path).unwrap();
-        // The first lines that a run writes after resuming from a checkpoint of each step.
+        // `next` is the index of the first line that a run writes after resuming from a checkpoint of `step`.
         for (step, next) in [(0, 0), (0, 1), (1, 1), (2, 2), (3, 2), (4, 3), (5, 5), (6, 6)] {
             std::fs::write(&path, [whole.as_slice(), b"{\"step\":9"].concat()).unwrap();
             // The loaded model is evaluated once more, or not.

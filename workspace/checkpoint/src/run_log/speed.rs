@@ -1,10 +1,10 @@
-//! Times, rates and memory of a step. None of them is reproducible, so `metrics.jsonl` has them in an
+//! Times, rates and memory of a step. They are not reproducible, so `metrics.jsonl` has them in an
 //! object of their own.
 
 use serde::{Deserialize, Serialize};
 
-/// Times, rates and memory of a step on the first rank. Times are the host's: on a GPU, which the
-/// host does not wait for in the passes, `gradient_norm` has what the device took longer.
+/// Times, rates and memory of a step on the first rank. Times are the host's. The host does not wait for
+/// a GPU in the passes, so `gradient_norm` includes the time by which the GPU is behind.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Speed {
@@ -25,7 +25,7 @@ pub struct Speed {
     pub optimizer: f64,
     /// Seconds of the evaluations after the step.
     pub evaluation: f64,
-    /// Seconds of the checkpoint after the step before this one.
+    /// Seconds of the checkpoint after the previous step.
     pub checkpoint: f64,
     /// Model FLOP/s of a rank, in units of 10^12.
     pub tflops: f64,
@@ -38,7 +38,7 @@ pub struct Speed {
     /// The maximum of `resident_bytes` so far.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peak_resident_bytes: Option<u64>,
-    /// Memory in use on the device, of all processes, if it has its own.
+    /// Memory in use on the device, of all processes, if the device has its own memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_bytes: Option<u64>,
 }

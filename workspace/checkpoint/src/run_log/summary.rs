@@ -1,4 +1,4 @@
-//! `summary.json`: the results of a finished run, whose presence marks the run as finished.
+//! `summary.json`: the results of a finished run. The file marks the run as finished.
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// Reads a summary; `None` if the file is missing.
+    /// Reads a summary. Returns `None` if the file is missing.
     pub fn read(path: &Path) -> Result<Option<Self>> {
         let bytes = moh_files::read_bounded_if_any(path, MAX_BYTES, "a summary")?;
         let Some(bytes) = bytes else { return Ok(None) };
@@ -35,21 +35,21 @@ impl Summary {
         Ok(summary.map_err(|error| moh_files::unusable(path, format!("not a summary: {error}")))?)
     }
 
-    /// Writes a summary as a whole.
+    /// Writes a summary, replacing the whole file.
     pub fn write(&self, path: &Path) -> Result<()> {
         let io = moh_files::io(path);
         let text = serde_json::to_vec_pretty(self).map_err(|error| io(error.into()))?;
         Ok(moh_files::write(path, &text).map_err(io)?)
     }
 
-    /// Returns the fraction of the conversion's loss that its stage's training recovered, for the last
-    /// conversion with a loss before, at and after it on the same validation set. A stage that went on has a loss after each of its
-    /// ends, of which the last counts.
+    /// Returns the fraction of a conversion's loss that the training of its stage recovered, for the last conversion.
+    /// Returns `None` unless the losses before, at and after it are of the same validation set. An extended stage has a
+    /// loss after each of its ends, and the last loss counts.
     pub fn recovered(&self) -> Option<f64> {
         self.recovered_of(|evaluation| Some(evaluation.loss))
     }
 
-    /// Returns the same of each other validation set, by its name.
+    /// Returns the recovered fraction for each other validation set, by its name.
     pub fn recovered_of_others(&self) -> Vec<(&str, f64)> {
         let names = self.evaluations.last().map(|evaluation| evaluation.other_sets.keys());
         let share = |name: &String| {
@@ -149,7 +149,7 @@ mod tests {
             let expected =
                 [Some("validation"), Some("validation (2)")].map(|name| name.filter(|_| !is_same));
             assert_eq!(names.each_ref().map(Option::as_deref), expected);
-            // A version that did not record it.
+            // A version that did not record the text.
             summary.evaluations[3].texts.clear();
             assert_eq!(summary.recovered(), Some(0.75));
         }

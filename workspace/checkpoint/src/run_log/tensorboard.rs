@@ -45,8 +45,8 @@ pub struct TensorBoard {
 }
 
 impl TensorBoard {
-    /// Starts a new event file in `directory`, which is created if only it is missing. `steps_kept` is
-    /// the step, over all stages, from which the run resumes: later steps of older files no longer count.
+    /// Starts a new event file in `directory`, which is created if only its last component is missing. The run
+    /// resumes from step `steps_kept` over all stages: later steps of older files no longer count.
     pub fn create(directory: &Path, steps_kept: u64) -> Result<Self> {
         moh_files::create_directory(directory).map_err(moh_files::io(directory))?;
         let mut known = names(directory)?;
@@ -66,7 +66,7 @@ impl TensorBoard {
         Ok(board)
     }
 
-    /// Adds a point to each curve; `step` counts over all stages.
+    /// Adds a point to each curve. `step` counts over all stages.
     pub fn write(&mut self, step: u64, metrics: &StepMetrics) -> Result<()> {
         let validation = metrics.validation;
         let scalars = [
@@ -166,7 +166,7 @@ fn speed_scalars(speed: &Speed) -> Vec<(String, f64)> {
     all.map(|(name, value)| (format!("speed/{name}"), value)).collect()
 }
 
-/// Returns a file whose name sorts after the `known` ones, the order in which TensorBoard reads them.
+/// Creates a file with a name that sorts after the `known` names: TensorBoard reads files in that order.
 fn new_file(directory: &Path, known: &[String]) -> Result<(PathBuf, File)> {
     let seconds = |name: &String| name.strip_prefix(PREFIX)?.split('.').next()?.parse().ok();
     // A clock set back must not sort the new file before the old one.
@@ -186,7 +186,7 @@ fn now() -> std::time::Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// Returns the checksum of TFRecords: rotated and offset, since data may contain checksums themselves.
+/// Returns the checksum of TFRecords, rotated and offset, since data may contain checksums.
 fn masked_crc(data: &[u8]) -> u32 {
     crc32c::crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }

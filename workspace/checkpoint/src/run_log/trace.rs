@@ -32,7 +32,7 @@ impl TraceSteps {
         self.ranges.iter().any(|range| range.contains(&step))
     }
 
-    /// Returns the last selected step; 0 if there is none.
+    /// Returns the last selected step, or 0 if no step is selected.
     pub fn last(&self) -> u64 {
         self.ranges.iter().map(|range| *range.end()).max().unwrap_or(0)
     }
@@ -47,7 +47,7 @@ impl FromStr for TraceSteps {
     }
 }
 
-/// Returns a step or a range of steps.
+/// Parses a step or a range of steps.
 fn range(text: &str) -> Result<RangeInclusive<u64>, String> {
     let refuse = |reason| format!("{text:?}: {reason}");
     let number = |text: &str| {
@@ -63,18 +63,18 @@ fn range(text: &str) -> Result<RangeInclusive<u64>, String> {
     }
 }
 
-/// A step being recorded by the thread that created this.
+/// A recording of a step, by the thread that created it.
 pub struct StepTrace<B: Backend> {
     step: u64,
     recorder: Arc<Recorder<B>>,
-    /// Of the spans of a background thread, whose work is the host's.
+    /// Records the spans of a background thread. Its work runs on the host.
     background: Arc<Recorder<Cpu>>,
     lane: Arc<Lane>,
     _listening: Listening,
 }
 
 impl<B: Backend> StepTrace<B> {
-    /// Records the spans of this thread, also in `times`, and the background thread's spans in
+    /// Records the spans of this thread, which `times` also receives, and the background thread's spans in
     /// `lane`.
     pub fn new(step: u64, backend: B, times: Option<Arc<PartTimes>>, lane: Arc<Lane>) -> Self {
         let start = Instant::now();
@@ -86,8 +86,8 @@ impl<B: Backend> StepTrace<B> {
         StepTrace { step, recorder, background, lane, _listening }
     }
 
-    /// Writes the recorded spans, each rank into its own file: `path` gives its path from the step and, if there are
-    /// several ranks, the rank.
+    /// Writes the recorded spans, each rank into its own file. `path` returns the file's path for the step and the
+    /// rank. The rank is `None` if there is only one.
     pub fn write(
         self,
         path: impl FnOnce(u64, Option<usize>) -> PathBuf,
@@ -112,11 +112,11 @@ impl<B: Backend> Drop for StepTrace<B> {
     }
 }
 
-/// Times spans; the device is synchronised at the start and the end of each.
+/// Times spans. The device is synchronised at the start and the end of each.
 struct Recorder<B: Backend> {
     backend: B,
     start: Instant,
-    /// Hears of the same spans.
+    /// Receives the same spans.
     times: Option<Arc<PartTimes>>,
     spans: Mutex<Spans>,
 }
@@ -144,7 +144,7 @@ impl<B: Backend> Recorder<B> {
     }
 }
 
-/// Locks the spans; a poisoned lock is used, since every change is complete.
+/// Locks the spans. A poisoned lock is used, since every change is complete.
 fn locked(spans: &Mutex<Spans>) -> MutexGuard<'_, Spans> {
     spans.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -180,7 +180,7 @@ impl Spans {
     }
 }
 
-/// Returns the finished spans of the step and of the background in the JSON array format of trace events,
+/// Formats the finished spans of the step and of the background in the JSON array format of trace events,
 /// one per line.
 fn events(step: &[Timed], background: &[Timed], rank: usize) -> String {
     let of = |span: &Timed, lane: usize| {

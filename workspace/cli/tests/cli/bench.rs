@@ -46,7 +46,7 @@ fn a_step_of_a_bare_configuration_is_measured() {
         assert_eq!(found["steps"], 3);
         assert_eq!(found["step"]["tokens"], 18.0);
         assert!(positive(best) <= positive(&found["seconds"]["median"]));
-        // Random weights know nothing: the loss is about that of 37 equally likely tokens.
+        // The loss of random weights is about the loss of 37 equally likely tokens.
         let loss = positive(&found["loss"]["first"]);
         assert!((loss - 37f64.ln()).abs() < 0.2, "{loss}");
         assert_ne!(found["loss"]["last"], found["loss"]["first"]);

@@ -15,7 +15,7 @@ use moh_testkit::small_tokenizer::{WORDS, write_tokenizer};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-data");
 
-/// Runs `moh-data` with these words and standard input; its exit code, standard output and standard error.
+/// Runs `moh-data` with these words and standard input. Returns its exit code, standard output and standard error.
 fn run_from(dir: &Path, input: &[u8], line: &str) -> (i32, String, String) {
     let mut command = Command::new(PROGRAM);
     command.current_dir(dir).args(line.split_whitespace()).write_stdin(input);
@@ -28,7 +28,7 @@ fn run(dir: &Path, line: &str) -> (i32, String, String) {
     run_from(dir, b"", line)
 }
 
-/// Standard output of a command that succeeds.
+/// Returns the standard output of a command that succeeds.
 fn stdout(dir: &Path, line: &str) -> String {
     let (code, out, err) = run(dir, line);
     assert_eq!((code, err.as_str()), (0, ""), "{line}: {out}");
@@ -39,7 +39,7 @@ fn parsed(dir: &Path, line: &str) -> Value {
     serde_json::from_str(&stdout(dir, line)).unwrap()
 }
 
-/// Standard error of a command that ends with this exit code, and prints nothing.
+/// Returns the standard error of a command that ends with this exit code and prints nothing.
 fn refusal(dir: &Path, input: &[u8], line: &str, code: i32) -> String {
     let (found, out, err) = run_from(dir, input, line);
     assert_eq!((found, out.as_str()), (code, ""), "{line}: {err}");
@@ -47,7 +47,7 @@ fn refusal(dir: &Path, input: &[u8], line: &str, code: i32) -> String {
     err
 }
 
-/// Returns the documents of many words, as JSON lines.
+/// Returns documents of many words, as JSON lines.
 fn documents(count: usize) -> String {
     let starts = ["ka", "lo", "mi", "ne", "pu", "ra", "si", "to", "ve", "zu"];
     let ends = ["bel", "dar", "fin", "gos", "hul", "jim", "kan", "lut", "mok", "nep"];
@@ -195,7 +195,7 @@ fn standard_input_and_pipes_are_read_once() {
     let prepare = |input: &[u8], arguments: &str| {
         run_from(dir.path(), input, &format!("prepare --tokenizer tok {arguments}"))
     };
-    // The second name is a pipe that is not called `-`.
+    // The second name is a pipe with a name other than `-`.
     for (out, input) in [("a", "-"), ("b", "/dev/stdin")] {
         if cfg!(not(unix)) && input != "-" {
             continue;
@@ -307,7 +307,7 @@ impl Waiting {
     }
 
     fn signal(&mut self, signal: &str) -> std::process::ExitStatus {
-        // `wait` would close it, and a closed input ends the run by itself.
+        // `wait` would close the input, and a closed input ends the run by itself.
         let _input = self.0.stdin.take();
         let id = self.0.id().to_string();
         let sent = std::process::Command::new("kill").args([signal, &id]).status().unwrap();
@@ -381,7 +381,7 @@ fn a_killed_run_continues_and_ends_with_the_same_bytes() {
         kills += 1;
         let exists = |name| dir.path().join(name).exists();
         if exists("cut-train.idx") && !exists("cut.prepare") {
-            // It had ended, but for its process.
+            // The run had finished, except that its process still existed.
             break;
         }
     }
@@ -396,7 +396,7 @@ fn a_killed_run_continues_and_ends_with_the_same_bytes() {
     assert!(names(dir.path()).iter().all(|name| !name.ends_with(".prepare")));
 }
 
-/// A token file `t` of ids below 10 with these documents, which says that they end with </s>.
+/// Writes a token file `t` of ids below 10 with these documents. It records that they end with </s>.
 fn written(dir: &Path, documents: &[&[u32]]) {
     let mut writer = TokenFileWriter::replace(&dir.join("t"), 10).unwrap();
     for document in documents {

@@ -1,4 +1,4 @@
-//! Inputs and disks that are not what they should be: what `moh-data prepare` says, and what it leaves.
+//! Unusable inputs and disks: the errors of `moh-data prepare`, and the files that it leaves.
 
 use std::fs;
 use std::io::Write;
@@ -41,7 +41,7 @@ fn lines(texts: &[String]) -> String {
     texts.iter().map(|text| format!("{{\"text\": \"{text}\"}}\n")).collect()
 }
 
-/// `moh-data prepare --tokenizer tok --out out ...`, behind `before` of a shell.
+/// Runs `moh-data prepare --tokenizer tok --out out ...`, after the shell text `before`.
 fn run(dir: &Path, before: &str, arguments: &str) -> Output {
     let program = env!("CARGO_BIN_EXE_moh-data");
     let line = format!("{before}exec {program} prepare --tokenizer tok --out out {arguments}");
@@ -101,7 +101,7 @@ fn a_full_disk_leaves_no_final_name_and_the_command_goes_on_when_there_is_room()
     for name in ["out.bin", "out.idx", "out.json"] {
         fs::remove_file(dir.path().join(name)).unwrap();
     }
-    // Files of at most half of the tokens; the signal of a larger one becomes an error.
+    // Files hold at most half of the tokens; the signal of a larger file becomes an error.
     let limit = format!("trap '' XFSZ; ulimit -f {}; ", whole[0].len() / 2 / 512);
     let done = run(dir.path(), &limit, arguments);
     let text = stderr(&done);
@@ -133,7 +133,7 @@ impl<F: FnOnce() + Send> Observer for Change<F> {
 fn an_input_that_changes_while_it_is_read_is_named_in_every_format() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = small_tokenizer(dir.path(), &WORDS);
-    // More than is read before the first documents are written, with little memory.
+    // More text than is read before the first documents are written, with little memory.
     let texts: Vec<String> =
         (0..500).map(|row| format!("{row} ") + &"one two ".repeat(1000)).collect();
     let array = format!("[{}]", lines(&texts).trim_end().replace('\n', ",\n"));

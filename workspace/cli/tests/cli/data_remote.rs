@@ -1,4 +1,4 @@
-//! Inputs from a hub on the loopback interface, by `moh-data` as a process.
+//! Inputs from a hub on the loopback interface, with `moh-data` as a process.
 
 use std::collections::HashMap;
 use std::fs;
@@ -14,7 +14,7 @@ use moh_testkit::small_tokenizer::{WORDS, write_tokenizer};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-data");
 
-/// Returns the documents of a few words, as JSON lines.
+/// Returns documents of a few words, as JSON lines.
 fn lines(name: &str, count: usize) -> Vec<u8> {
     let words = ["one", "two", "three", "four", "five", "six", "seven"];
     let word = |n: usize| words[n % words.len()];
@@ -68,7 +68,7 @@ impl Place {
         self.run(&format!("prepare --tokenizer tok --force --out out {inputs}"))
     }
 
-    /// Returns the one sentence of a preparation that fails.
+    /// Returns the error of a preparation that fails, which is a single sentence.
     fn refuse(&self, inputs: &str) -> String {
         let stderr = self.fail(&format!("prepare --tokenizer tok --out refused {inputs}"));
         assert_eq!(stderr.lines().count(), 1, "{stderr}");
@@ -76,7 +76,7 @@ impl Place {
         stderr.trim_end().strip_prefix("error: ").unwrap().to_owned()
     }
 
-    /// Returns the names of files that the token file `out` was made of, without the dataset's address.
+    /// Returns the recorded sources of the token file `out`, without the dataset's address.
     fn sources(&self) -> Vec<String> {
         let record = read_json(&self.path("out.json"));
         let start = format!("hf://datasets/{ID}@{COMMIT}/");
@@ -84,7 +84,7 @@ impl Place {
         sources.map(|name| name.as_str().unwrap().replace(&start, "hub:")).collect()
     }
 
-    /// Returns the token files that these files give as files of this machine.
+    /// Returns the token files of these files as local files.
     fn local(&self, names: &[&str]) -> [Vec<u8>; 2] {
         for name in names {
             let path = self.path(&format!("local/{name}"));
@@ -105,7 +105,7 @@ impl Place {
         self.path("home/hub/datasets--org--tiny")
     }
 
-    /// Requests for data since the last call.
+    /// Returns the number of requests for data since the last call.
     fn downloads(&self) -> usize {
         let log = self.server.log();
         log.iter().filter(|line| line.contains("/resolve/") && !line.contains("README")).count()
@@ -126,7 +126,7 @@ fn remote_and_local_files_mix_and_give_the_bytes_of_local_ones() {
     assert_eq!(place.sources(), ["hub:data/_x.jsonl", "hub:data/a.jsonl", "hub:data/b.jsonl"]);
     place.prepare(&address("data/[ab].jsonl"));
     assert_eq!(place.tokens("out"), local);
-    // Again from the cache, which is that of Hugging Face's programs.
+    // Again from the cache, which Hugging Face's programs share.
     let snapshot = place.cache().join("snapshots").join(COMMIT).join("data/a.jsonl");
     assert!(fs::read_link(&snapshot).unwrap().starts_with("../../../blobs"));
     assert_eq!(place.downloads(), 3);
@@ -209,7 +209,7 @@ fn what_a_dataset_lacks_is_one_sentence_with_a_remedy() {
 
 #[test]
 fn files_behind_a_token_are_fetched_with_it() {
-    // The description of a gated dataset is public, its files are not.
+    // The description of a gated dataset is public; its files are not.
     let place = Place::new(&["a.jsonl"]);
     place.server.set(|server| server.refuse_files = Some((401, "GatedRepo")));
     let text = place.refuse(&address("a.jsonl"));
@@ -252,7 +252,7 @@ fn one_file_is_fetched_ahead_of_its_use() {
     let expected = place.local(&["a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl"]);
     let made = Command::new("mkfifo").arg(place.path("pipe")).status().unwrap();
     assert!(made.success());
-    // The pipe is waited for between the first file and the others.
+    // The program waits for the pipe between the first file and the others.
     let files = format!("{} pipe {}", address("a.jsonl"), address("[b-d].jsonl"));
     let line = format!("prepare --tokenizer tok --format jsonl --out out {files}");
     let mut child = place.command(&line).spawn().unwrap();
@@ -269,7 +269,7 @@ fn one_file_is_fetched_ahead_of_its_use() {
     assert_eq!(place.tokens("out"), expected);
 }
 
-/// Returns a dataset of which all but the first file is large, and never arrives once told so.
+/// Returns a dataset of three files with 20000 documents each.
 fn large() -> Place {
     let names = ["a.jsonl", "b.jsonl", "c.jsonl"];
     Place::with(names.iter().map(|name| ((*name).to_owned(), lines(name, 20_000))).collect())
@@ -296,7 +296,7 @@ fn an_interrupted_download_stops_at_once_and_goes_on_without_files_that_were_use
             "prepare --tokenizer tok --sync-every 0 --out out {options}{}",
             address("*.jsonl")
         );
-        // The second file breaks off, and the connections after it never answer.
+        // The second file breaks off, and later connections never answer.
         let first = place.server.behaviour.lock().unwrap().files["a.jsonl"].len();
         place.server.set(|server| server.breaks_after = Some(first + 100_000));
         let text = place.fail(&line);

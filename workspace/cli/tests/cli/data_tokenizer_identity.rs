@@ -1,5 +1,5 @@
-//! A tokenizer is identified by its content: a file that was written again is the same one, and another one is
-//! accepted on request if it gives the same ids.
+//! A tokenizer is identified by its content: a rewritten file is the same tokenizer. Another tokenizer is accepted on
+//! request if it returns the same ids.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ fn quickstart() -> Value {
     read_json(&repository().join("recipes/quickstart/tokenizer.json"))
 }
 
-/// Returns a tokenizer with this file in a directory of its own.
+/// Returns a tokenizer with this file, in a separate directory.
 fn tokenizer(dir: &Path, name: &str, text: &str) -> TextTokenizer {
     fs::create_dir_all(dir.join(name)).unwrap();
     fs::write(dir.join(name).join("tokenizer.json"), text).unwrap();
@@ -31,7 +31,7 @@ fn changed(dir: &Path, name: &str, change: impl FnOnce(&mut Value)) -> TextToken
     tokenizer(dir, name, &json.to_string())
 }
 
-/// Returns the file of a tokenizer, without the library.
+/// Returns the file of a tokenizer, parsed without the library.
 fn read(tokenizer: &TextTokenizer) -> TokenizerFile {
     TokenizerFile::load(tokenizer.path()).unwrap()
 }
@@ -51,8 +51,8 @@ fn token_file(dir: &Path, tokenizer: &TextTokenizer) -> PathBuf {
     prefix
 }
 
-/// What transformers' `save_pretrained` and versions of the library change: spaces, the order of keys, defaults
-/// that are left out, the spelling of merges, and padding.
+/// Returns the quickstart's tokenizer, changed as by transformers' `save_pretrained` and versions of the library. The
+/// changes are spaces, the order of keys, omitted defaults, the spelling of merges, and padding.
 fn rewritten(dir: &Path) -> TextTokenizer {
     let mut json = quickstart();
     json["padding"] = json!({
@@ -96,8 +96,8 @@ fn a_tokenizer_that_was_written_again_has_the_same_content() {
 
 #[test]
 fn the_content_of_recorded_files_stays_comparable() {
-    // The b3sum of the part as compact JSON with sorted keys. If the library writes it otherwise one day, token
-    // files of earlier versions are compared by their bytes alone.
+    // The b3sum of the part as compact JSON with sorted keys. If the library ever writes it otherwise, token files of
+    // earlier versions are compared only by their bytes.
     let dir = tempfile::tempdir().unwrap();
     let content = changed(dir.path(), "original", |_| {}).content().unwrap();
     let content: Value = serde_json::to_value(content).unwrap();
@@ -183,7 +183,7 @@ fn another_tokenizer_is_accepted_only_with_the_same_ids() {
         assert!(error.contains("tokenizer.json: does not give the ids of "), "{error}");
         assert!(error.contains("in document 0, which it reads from token 0"), "{error}");
     }
-    // The same tokens under other ids read as another text.
+    // With other ids for the same tokens, the file reads as another text.
     let turned = changed(dir.path(), "turned", |json| {
         let ids = json["model"]["vocab"].as_object_mut().unwrap().values_mut();
         ids.filter(|id| id.as_u64() >= Some(300)).for_each(|id| {

@@ -1,4 +1,4 @@
-//! `moh-eval` as a process: its output and files, and one sentence per invalid input.
+//! `moh-eval` as a process: its output and files, and a sentence for each invalid input.
 
 use std::fs;
 use std::path::Path;
@@ -33,7 +33,7 @@ fn json(dir: &Path, line: &str) -> Value {
     serde_json::from_str(&told(dir, &format!("{line} --json"))).unwrap()
 }
 
-/// Returns the sentence with which it exits.
+/// Returns the error sentence of a command that fails.
 fn refused(dir: &Path, line: &str, code: i32) -> String {
     failure(dir, &mut moh_eval(dir, line), code)
 }
@@ -62,7 +62,7 @@ fn a_uniform_model_has_the_loss_of_its_vocabulary() {
     assert_eq!(told_beside, remark);
     let text = told(dir.path(), &format!("{line} --dtype bf16"));
     assert!((printed(&text, "loss") - 37f64.ln()).abs() < 1e-6, "{text}");
-    // Bits per byte count the bytes of the targets.
+    // Bits per byte count the bytes of targets.
     write_tokenizer(&dir.path().join("source"), "w0");
     write_tokens(&dir.path().join("text"), 10, 50, 1);
     let text = told(dir.path(), line);
@@ -122,7 +122,7 @@ fn what_heads_do_is_printed_by_layer_and_text() {
         assert_eq!(found["heads"][0]["load"], serde_json::json!([1.0, 1.0]));
         assert_eq!(found["pattern_similarities"][3][3], 1.0);
     }
-    // As readers of such documents have it.
+    // Read as other programs read such documents.
     std::fs::write(root.join("heads.json"), json.to_string()).unwrap();
     let document = HeadDocument::read(&root.join("heads.json")).unwrap();
     assert_eq!(serde_json::to_value(&document).unwrap(), json);
@@ -130,7 +130,7 @@ fn what_heads_do_is_printed_by_layer_and_text() {
     assert!(text.starts_with("load on a (330 tokens), other (100 tokens)\n\nlayer 0: "), "{text}");
     assert!(text.contains("\n  3*  100.0%  100.0%  "), "{text}");
     assert!(text.contains("mean feature rank of 8 routed heads: "), "{text}");
-    // The model may be named as in the other commands, and fewer tokens be measured.
+    // The model may be named as in the other commands, and fewer tokens may be measured.
     let fewer = heads("--model moh --data text --sequence-length 10 --tokens 100");
     assert!(fewer.starts_with("load on text (100 tokens)\n"), "{fewer}");
 }
@@ -276,7 +276,7 @@ fn windows_have_at_most_2048_tokens_unless_told_otherwise() {
     let remark =
         "windows of 2048 tokens, of the model's context of 1099511627776; --sequence-length";
     assert!(told.starts_with(remark), "{told}");
-    // A window beyond the text is refused before it takes memory.
+    // A window longer than the text is rejected before memory is allocated.
     for (option, needed) in [("", "2048"), (" --sequence-length 1099511627776", "1099511627776")] {
         let message = refused(dir.path(), &format!("loss --model source --data text{option}"), 1);
         let expected = format!(
@@ -354,7 +354,7 @@ fn a_checkpoint_of_a_run_is_evaluated_where_it_is() {
                 micro_batch = 2\nlearning_rate = { max = 1e-2, min = 1e-3, warmup_steps = 1 }\n\
                 [checkpoint]\nevery_steps = 2\n";
     let dir = trainable(rest);
-    // The programs are beside each other.
+    // The programs are in the same directory.
     let train = Path::new(PROGRAM).with_file_name("moh-train");
     let mut train = program(train.to_str().unwrap(), dir.path());
     train.args(["--recipe", "recipe.toml", "--set", "run.dtype=bf16"]);
@@ -462,11 +462,11 @@ fn the_stories_of_the_fixtures_have_their_known_loss() {
     let dir = tempfile::tempdir().unwrap();
     let (model, stories) =
         (fixtures.join("stories260K"), fixtures.join("data/stories-valid.jsonl"));
-    // The known loss is that of stories without an end-of-text token.
+    // The known loss is of stories without an end-of-text token.
     prepare_text(&model, &stories, &dir.path().join("valid"), AppendEos::Never);
     let mut command = moh_eval(dir.path(), "loss --data valid --sequence-length 256");
     let text = success(command.arg("--model").arg(model));
-    // In windows of 256 tokens with 255 targets each.
+    // The windows have 256 tokens with 255 targets each.
     let expected = figure("loss", 1.2202);
     assert!((printed(&text, "loss") - expected).abs() < 0.001, "{text}: not {expected}");
 }

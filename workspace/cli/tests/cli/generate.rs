@@ -1,4 +1,4 @@
-//! `moh-generate` as a process: its output, and one sentence per invalid input.
+//! `moh-generate` as a process: its output, and a sentence for each invalid input.
 
 use std::fs;
 use std::path::Path;
@@ -29,7 +29,7 @@ fn told(dir: &Path, options: &[&str]) -> (String, String) {
     exits(&mut moh_generate(dir, options), 0)
 }
 
-/// Returns a model in `source` whose tokenizer has fewer words than its vocabulary has rows.
+/// Returns a directory with a model in `source`. Its tokenizer has fewer words than its vocabulary has rows.
 fn prepared() -> tempfile::TempDir {
     let dir = workplace();
     write_tokenizer(&dir.path().join("source"), "w0");
@@ -51,7 +51,7 @@ fn greedy_text_is_always_the_same_and_as_long_as_asked() {
     for dtype in ["f32", "bf16"] {
         success(&mut moh_generate(dir.path(), &["--dtype", dtype, "--max-tokens", "2"]));
     }
-    // The speed is told apart from the prompt.
+    // The speed does not include the prompt.
     let (_, line) = told(dir.path(), &["--max-tokens", "9"]);
     assert!(line.starts_with("9 tokens, ") && line.trim_end().ends_with(" s"), "{line}");
     let (_, rest) = line.split_once("tokens, ").unwrap();
@@ -79,8 +79,7 @@ fn rows_that_pad_the_vocabulary_are_never_chosen() {
         let (_, shape, bytes) =
             tensors.iter_mut().find(|(name, ..)| name == "lm_head.weight").unwrap();
         for (id, row) in bytes.chunks_mut(4 * shape[1]).enumerate().skip(WORDS) {
-            // One of two neighbours points along the first component, the other in the opposite
-            // direction.
+            // Rows of even ids point along the first component, rows of odd ids in the opposite direction.
             let weight = if id % 2 == 0 { 1e3f32 } else { -1e3 };
             row.fill(0);
             row[..4].copy_from_slice(&weight.to_le_bytes());
@@ -155,7 +154,7 @@ fn penalties_avoid_tokens_and_values_without_meaning_are_refused() {
         let found = words(&[penalty, "1e9"]);
         let differ: std::collections::HashSet<&String> = found.iter().collect();
         assert_eq!((found.len(), differ.len()), (9, 9), "{penalty}: {found:?}");
-        // The prompt counts for the repetition penalty alone.
+        // The prompt counts only for the repetition penalty.
         let in_prompt = |word: &String| ["w1", "w2", "w3"].contains(&word.as_str());
         assert!(penalty != "--repetition-penalty" || !found.iter().any(in_prompt), "{found:?}");
     }

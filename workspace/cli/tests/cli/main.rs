@@ -10,5 +10,5 @@ mod data_tokenizer_identity;
 mod eval;
 mod generate;
 
-/// How long a test waits for what another process does.
+/// The time that a test waits for another process.
 const PATIENCE: std::time::Duration = std::time::Duration::from_secs(60);

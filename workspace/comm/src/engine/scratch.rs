@@ -7,7 +7,7 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
-    /// `len` bytes with undefined contents.
+    /// Returns `len` bytes with undefined contents.
     pub(crate) fn of_len(&mut self, len: usize) -> &mut [u8] {
         let words = len.div_ceil(size_of::<u64>());
         if self.words.len() < words {
@@ -32,7 +32,7 @@ impl Scratch {
     }
 }
 
-/// Takes the smallest of the free buffers that can hold `len` bytes, or a new one.
+/// Removes from `free` the smallest buffer that fits `len` bytes, or creates a buffer.
 #[cfg(any(feature = "mpi", test))]
 pub(crate) fn take(free: &mut Vec<Scratch>, len: usize) -> Scratch {
     let fitting = free.iter().enumerate().filter(|(_, scratch)| scratch.capacity() >= len);
@@ -40,7 +40,7 @@ pub(crate) fn take(free: &mut Vec<Scratch>, len: usize) -> Scratch {
     smallest.map_or_else(Scratch::default, |at| free.swap_remove(at))
 }
 
-/// Adds free buffers until `count` of them can hold `len` bytes.
+/// Adds free buffers until `count` of them fit `len` bytes.
 #[cfg(any(feature = "mpi", test))]
 pub(crate) fn reserve(free: &mut Vec<Scratch>, count: usize, len: usize) {
     let num_fitting = free.iter().filter(|scratch| scratch.capacity() >= len).count();
@@ -63,7 +63,7 @@ mod tests {
         reserve(&mut free, 1, 8);
         assert_eq!(free.len(), 3);
         reserve(&mut free, 1, 200);
-        // A longer message takes the longest buffer; a short one leaves it to longer ones.
+        // A longer message uses the longest buffer. A short message does not use it up.
         assert_eq!(take(&mut free, 105).capacity(), 200);
         assert_eq!(take(&mut free, 100).capacity(), 104);
         assert_eq!(take(&mut free, 105).capacity(), 0);

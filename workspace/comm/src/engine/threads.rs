@@ -1,9 +1,9 @@
-//! Ranks that are threads of one process, for tests: they exchange data through slots in shared
+//! Ranks that are threads of a single process, for tests. They exchange data through slots in shared
 //! memory, one per rank.
 //!
-//! In an exchange every rank fills its slot, all ranks meet at a barrier, and every rank reads what
-//! it needs. Two sets of slots alternate, so one barrier per exchange is enough: a rank that
-//! reaches the next barrier has read the last exchange. When a rank is dropped or panics, the
+//! In an exchange, every rank fills its slot, all ranks meet at a barrier, and every rank reads the slots that
+//! it needs. Two sets of slots alternate, so a single barrier per exchange is enough: a rank that
+//! reaches the next barrier has finished reading the last exchange. When a rank is dropped or panics, the
 //! barriers and receives that wait for it fail.
 
 use std::collections::{HashMap, VecDeque};
@@ -26,7 +26,7 @@ pub(crate) struct Threads {
     shared: Arc<SharedState>,
     rank: usize,
     health: Arc<Health>,
-    /// The exchanges of this rank so far; locked during each.
+    /// The number of this rank's exchanges so far, locked during each exchange.
     exchanges: Mutex<u64>,
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct SharedState {
     slots: [Vec<RwLock<Slot>>; 2],
     mailbox: Mutex<Mailbox>,
     posted: Condvar,
-    /// The states of groups being split off, by exchange and colour.
+    /// The states of unfinished splits, by exchange and colour.
     pending_splits: Mutex<HashMap<(u64, u32), PendingSplit>>,
 }
 
@@ -80,7 +80,8 @@ struct Mailbox {
     left: Vec<usize>,
 }
 
-/// Ignores poisoning: each change is one step, so a panic elsewhere leaves the values consistent.
+/// Locks a mutex and ignores poisoning. Each change is a single step, so a panic elsewhere leaves the values
+/// consistent.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -100,7 +101,7 @@ impl SharedState {
     }
 }
 
-/// One member per health record.
+/// Returns one member per health record.
 pub(crate) fn group(healths: impl ExactSizeIterator<Item = Arc<Health>>) -> Vec<Member> {
     let shared = SharedState::new(healths.len());
     let size = healths.len();
@@ -120,7 +121,7 @@ fn not_host_memory(operation: &'static str) -> Error {
     failed(operation, "the buffer is in GPU memory: groups of threads transfer host memory only")
 }
 
-/// Returns a call without a reduction or a root, and the elements in host memory.
+/// Returns the call without a reduction or a root, and the elements in host memory.
 fn call<'a>(operation: &'static str, region: RegionMut<'a>) -> Result<(Call, &'a mut [u8])> {
     let RegionMut { dtype, len, location: LocationMut::Host(elements) } = region else {
         return Err(not_host_memory(operation));
@@ -135,7 +136,7 @@ fn left(rank: usize) -> Error {
 /// The contributions of all ranks to an exchange.
 struct Gathered<'a> {
     slots: Vec<RwLockReadGuard<'a, Slot>>,
-    /// The number of the exchange; its lock keeps a rank's exchanges in sequence.
+    /// The number of the exchange. Its lock keeps a rank's exchanges in sequence.
     number: MutexGuard<'a, u64>,
 }
 
@@ -150,7 +151,7 @@ impl Threads {
         Threads { shared, rank, health, exchanges: Mutex::default() }
     }
 
-    /// Gives `contribution` to all ranks; their contributions can be read until the result is
+    /// Passes `contribution` to all ranks. The contributions of all ranks can be read until the result is
     /// dropped.
     fn exchange(&self, call: Call, contribution: &[u8]) -> Result<Gathered<'_>> {
         let mut number = locked(&self.exchanges);
@@ -191,7 +192,7 @@ impl Threads {
             return Ok(());
         }
         loop {
-            // A completed barrier counts, even if a rank has left since.
+            // A completed barrier counts, even if a rank has left in the meantime.
             if barrier.number != number {
                 return Ok(());
             }

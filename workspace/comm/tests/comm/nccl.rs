@@ -1,5 +1,5 @@
-//! Every operation between GPUs, one per process: each rank runs `rank_on_a_gpu` of this test
-//! binary. With fewer than two GPUs, or without NCCL, the test prints so and passes.
+//! Every operation between GPUs, one per process. Each rank runs `rank_on_a_gpu` of this test
+//! binary. With fewer than two GPUs, or without NCCL, the test prints a note and passes.
 use std::process::Command;
 use std::sync::Arc;
 
@@ -60,7 +60,7 @@ impl Rank<'_> {
             assert_eq!(self.elements(&buffer), of(root));
         }
 
-        // Up a pipeline and back: all ranks but the last send twice before they receive.
+        // Up a pipeline and back: all ranks except the last send twice before they receive.
         let views = |buffer| Cuda::view(buffer, 0..len);
         let sent = self.buffer(&of(rank));
         if rank + 1 < size {
@@ -83,7 +83,7 @@ impl Rank<'_> {
     }
 }
 
-/// The body of each process.
+/// Runs the operations in each process.
 #[test]
 fn rank_on_a_gpu() {
     if std::env::var(ROLE).is_err() {

@@ -22,7 +22,7 @@ fn model(dir: &Path, dtype: DType, tied: bool) -> PathBuf {
     path
 }
 
-/// Returns a directory with such a model of f32.
+/// Returns a directory with an f32 model.
 fn place() -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path(), DType::F32, false);
@@ -109,7 +109,7 @@ fn layers_have_the_counts_that_they_are_given() {
         (&json!([8, 2, 5]), &json!([0, 4, 2]))
     );
 
-    // A share of the heads is met in every layer; where that gives equal numbers, they are one.
+    // A share of the heads is kept in every layer. If all layers have the same number, it is written once.
     let attention = moh(shared_heads(), Active::Share(1.0));
     let all = dir.path().join("share");
     go(&ConversionOptions { attention, ..ConversionOptions::new(&source, &all) }).unwrap();
@@ -137,7 +137,7 @@ fn a_routed_source_keeps_its_counts() {
     assert_eq!((&fields["moh_shared_heads"], &fields["moh_routed_top_k"]), (&json!(2), &json!(2)));
 }
 
-/// Two-stage routing begins with zeros, of which nothing is left in a dense model.
+/// Two-stage routing starts with zeros, and a dense model has no trace of them.
 #[test]
 fn the_matrices_of_two_stage_routing_are_added_and_removed() {
     let dir = tempfile::tempdir().unwrap();
@@ -161,7 +161,7 @@ fn the_matrices_of_two_stage_routing_are_added_and_removed() {
         let written = receipt.tensors.iter().find(|tensor| tensor.name == name).unwrap();
         assert_eq!(written.source_blake3, None);
     }
-    // The same router again, and none.
+    // The same router again, and then no router.
     let again = dir.path().join("again");
     go(&ConversionOptions::new(&two_stage, &again)).unwrap();
     assert_eq!(config(&again)["moh_router"], "two-stage");
@@ -170,7 +170,7 @@ fn the_matrices_of_two_stage_routing_are_added_and_removed() {
     go(&ConversionOptions { attention, ..ConversionOptions::new(&two_stage, &dense) }).unwrap();
     let (before, after) = (WeightFiles::open(&source).unwrap(), WeightFiles::open(&dense).unwrap());
     assert!(before.names().eq(after.names()));
-    // Other learned matrices have to be fitted.
+    // Other learned matrices must be fitted.
     let attention = to(RouterKind::Linear);
     let out = dir.path().join("linear");
     let linear = ConversionOptions { attention, ..ConversionOptions::new(&source, &out) };

@@ -3,7 +3,7 @@ use moh_testkit::assert_refused;
 use super::*;
 use serde_json::{Value, json};
 
-/// Returns a tokenizer with this model, vocabulary and merges, as `tokenizer.json` holds it.
+/// Returns a tokenizer with this model, vocabulary and merges, in the form of a `tokenizer.json`.
 fn tokenizer(
     pipeline: Value,
     tokens: &[&str],
@@ -41,7 +41,7 @@ fn tokenizer(
     file.to_string().parse().unwrap()
 }
 
-/// Llama 3's kind: bytes as characters (U+0120 is a space).
+/// Returns a tokenizer like Llama 3's: bytes as characters (U+0120 is a space).
 fn byte_level(tokens: &[&str], merges: &[&str], added: &[(u32, &str)]) -> Tokenizer {
     let pre = json!({
         "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true,
@@ -49,7 +49,7 @@ fn byte_level(tokens: &[&str], merges: &[&str], added: &[(u32, &str)]) -> Tokeni
     tokenizer(json!({"pre_tokenizer": pre}), tokens, merges, added)
 }
 
-/// Llama 2's kind: U+2581 before every word, byte tokens for what is unknown.
+/// Returns a tokenizer like Llama 2's: U+2581 before every word, byte tokens for unknown characters.
 fn sentencepiece(tokens: &[&str], merges: &[&str], added: &[(u32, &str)]) -> Tokenizer {
     let normalizer = json!({"type": "Sequence", "normalizers": [
         {"type": "Prepend", "prepend": "\u{2581}"},
@@ -120,7 +120,7 @@ fn a_token_that_moves_is_refused_by_name() {
     }
 }
 
-/// Row `id` of the old model: (id, id squared).
+/// Writes row `id` of the old model: (id, id squared).
 fn old_row(id: u32, out: &mut [f32]) {
     out.copy_from_slice(&[id as f32, (id * id) as f32]);
 }
@@ -155,13 +155,13 @@ fn new_rows_are_means_and_padding_is_the_mean_of_all() {
 fn rows_that_no_token_owned_are_reused_and_never_averaged() {
     let old = byte_level(&["a", "b", "c"], &[], &[]);
     let new = byte_level(&["a", "b", "c", "ab"], &["a b"], &[]);
-    // Rows 3 to 5 of the model are padding; 3 becomes a token's, the others stay.
+    // Rows 3 to 5 of the model are padding. Row 3 becomes a token's row, the others are unchanged.
     let expansion = between(&old, &new, 6, Some(4));
     assert_eq!((expansion.num_kept(), expansion.num_rows()), (3, 8));
     assert_eq!(row(&expansion, 3), [0.5, 0.5]);
     assert_eq!((row(&expansion, 4), row(&expansion, 5)), ([4.0, 16.0], [5.0, 25.0]));
     assert_eq!(row(&expansion, 6), [1.0, 5.0 / 3.0]);
-    // A model with fewer rows than its tokenizer has tokens: the others are new to it.
+    // The tokens beyond the rows of a smaller model are new to it.
     let expansion = between(&old, &new, 2, None);
     assert_eq!(
         (expansion.num_kept(), expansion.spelling(2), expansion.spelling(3)),
@@ -186,7 +186,7 @@ fn tokenizers_that_cannot_be_read_are_refused() {
 }
 
 proptest::proptest! {
-    /// A new token's spelling, joined, is the token; its row is the mean of the rows.
+    /// The joined spelling of a new token is the token. Its row is the mean of the spelling's rows.
     #[test]
     fn spellings_spell(words in proptest::collection::btree_set("[abc]{2,6}", 1..12)) {
         let tokens = ["a", "b", "c", "ab", "cab"];

@@ -16,7 +16,7 @@ fn quickstart() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart")
 }
 
-/// Converts the quickstart's model to `out`, with this exit code; what it prints.
+/// Converts the quickstart's model to `out`, expecting this exit code. Returns the program's output.
 #[track_caller]
 fn convert(dir: &Path, arguments: &[&str], code: i32) -> (String, String) {
     let from = quickstart();
@@ -24,7 +24,8 @@ fn convert(dir: &Path, arguments: &[&str], code: i32) -> (String, String) {
     exits(command.args(arguments), code)
 }
 
-/// Converts it with these words and so many calibration tokens of the voyage, and writes a receipt; what it prints.
+/// Converts with the arguments `words` and `tokens` calibration tokens of the voyage, and writes a receipt. Returns
+/// the program's output.
 #[track_caller]
 fn calibrated(dir: &Path, words: &str, tokens: &str) -> String {
     let text = quickstart().join("voyage");
@@ -34,7 +35,7 @@ fn calibrated(dir: &Path, words: &str, tokens: &str) -> String {
     convert(dir, &arguments, 0).0
 }
 
-/// Returns the windows of `length` of so many calibration tokens of the voyage that are held out, as a file.
+/// Returns the held-out windows of `length` among `tokens` calibration tokens of the voyage, from a file.
 fn held_out(dir: &Path, tokens: usize, length: usize) -> Windows {
     let all = windows(&quickstart().join("voyage"), length).spread((tokens / length) as u64);
     let mut ids = vec![0; tokens];
@@ -49,12 +50,12 @@ fn held_out(dir: &Path, tokens: usize, length: usize) -> Windows {
     windows(&dir.join("held-out"), length)
 }
 
-/// Compares the loss of the model that was written, over the tokens of the voyage that were held out, with the receipt's.
+/// Compares the receipt's loss with the written model's loss over the held-out tokens of the voyage.
 #[track_caller]
 fn assert_loss_is_measured(dir: &Path, receipt: &Value) {
     let calibration = &receipt["calibration"];
     let tokens = calibration["tokens"].as_u64().unwrap() as usize;
-    // At least nine windows.
+    // There are at least nine windows.
     let length = 1 << (tokens / 9).ilog2();
     let windows = held_out(dir, tokens, length);
     assert_eq!(calibration["held_out_tokens"], windows.len() * length as u64);
@@ -63,7 +64,7 @@ fn assert_loss_is_measured(dir: &Path, receipt: &Value) {
     assert!((measured - loss).abs() < 1e-5, "{measured} {loss}");
 }
 
-/// Returns the message of a conversion that fails with this exit code and leaves nothing.
+/// Returns the message of a conversion that fails with this exit code and writes nothing.
 fn refused(arguments: &[&str], code: i32) -> String {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("short.txt"), "A fisherman sailed out.").unwrap();
@@ -92,7 +93,7 @@ fn measured_heads_and_projections_lose_less() {
     assert_eq!(layers.len(), 6);
     for layer in layers {
         assert_eq!(layer["routed_top_k"], 2);
-        // On tokens that nothing was fitted to.
+        // On tokens that no fit used.
         assert!(layer["error"].as_f64() < layer["error_before"].as_f64(), "{layer}");
     }
     let config = read_json(&dir.path().join("out/config.json"));
@@ -110,7 +111,7 @@ fn measured_heads_and_projections_lose_less() {
         &["refitted the output projections", "8,192 tokens", "which nothing was fitted to"],
     );
 
-    // What is converted to dense again is another model.
+    // A model that is converted back to dense is another model.
     let arguments = ["--from", "out", "--attention", "dense", "--out", "dense"];
     let (_, stderr) = exits(&mut moh_convert(dir.path(), &arguments), 0);
     assert!(stderr.contains("is another model than"), "{stderr}");
@@ -146,7 +147,7 @@ fn several_texts_have_losses_of_their_own() {
     assert_has(&card, &["voyage` and `", "README.md`: "]);
 }
 
-/// Windows begin and end as the seeds say, and the conversion is that of the file in which they are kept.
+/// Seeds decide the windows' tokens. A conversion with the kept file of windows is the same.
 #[test]
 fn a_model_samples_its_own_text() {
     let [first, again] = [(); 2].map(|()| tempfile::tempdir().unwrap());
@@ -198,7 +199,7 @@ fn matrices_of_a_router_are_added_as_zeros() {
     assert_has(&stdout, &["56 of 68 unchanged, bit by bit, 12 of routers added, zeros"]);
 }
 
-/// The rows that are written route as they did in the measurement: the loss on its tokens is the same.
+/// The written rows route as in the measurement: the loss on its tokens is the same.
 #[test]
 fn learned_routers_are_fitted() {
     for (given, router, tensors) in [

@@ -1,4 +1,4 @@
-//! `moh-convert` as a user runs it: what it writes, and one sentence for every bad input.
+//! `moh-convert` as a user runs it: its outputs, and one sentence for every bad input.
 
 use std::fs;
 use std::path::Path;
@@ -153,7 +153,7 @@ fn help_shows_an_example_and_usage_errors_exit_with_2() {
     let text = converted(dir.path(), &["--help"]);
     let example = "moh-convert --from recipes/quickstart --active 0.75 --out quickstart-MoH";
     assert!(text.contains(example), "{text}");
-    // As pasted, but for the directory that it writes.
+    // The example as printed, except the output directory.
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
     let out = dir.path().join("quickstart-MoH");
     let arguments = ["--from", "recipes/quickstart", "--active", "0.75", "--out"];
@@ -200,7 +200,7 @@ fn a_receipt_is_checked_before_the_conversion() {
     converted(dir.path(), &[&with("mine.json")[..], &["--force"]].concat());
     assert!(fs::read_to_string(dir.path().join("mine.json")).unwrap().starts_with('{'));
 
-    // Its directories are made with it.
+    // The receipt's directories are created with it.
     let with = |out| ["--from", "source", "--out", out, "--receipt", "new/d/receipt.json"];
     let message = failure(dir.path(), &with("source"));
     assert!(message.contains("holds the source model"), "{message}");
@@ -222,12 +222,12 @@ fn element_types_have_two_names() {
     }
 }
 
-/// With a limit on the size of files, as a full disk: `write` fails in the middle of a tensor.
+/// A limit on the size of files acts like a full disk: `write` fails in the middle of a tensor.
 #[cfg(unix)]
 #[test]
 fn a_full_disk_leaves_nothing_behind() {
     let dir = workplace();
-    // 16 blocks are 8 or 16 KB, depending on the shell; the weights have 46.
+    // 16 blocks are 8 or 16 KB, depending on the shell. The weights have 46 KB.
     let script = format!("ulimit -f 16; exec '{PROGRAM}' --from source --out out");
     let mut shell = Command::new("sh");
     let (_, stderr) = exits(shell.arg("-c").arg(script).current_dir(dir.path()), 1);
@@ -265,7 +265,7 @@ fn a_mixture_of_head_model_comes_with_its_code_a_card_and_the_terms_of_its_sourc
     ];
     assert_has(&card, &said);
     assert_eq!(read("moh/LICENSE"), "the terms");
-    // Once more in its place, and from its own output.
+    // Again in the same place, and then from its own output.
     convert(&["--from", "source", "--out", "moh", "--force"]);
     assert_eq!(read("moh/README.md"), card);
     convert(&["--from", "moh", "--out", "again", "--shared-heads", "2"]);
@@ -273,13 +273,13 @@ fn a_mixture_of_head_model_comes_with_its_code_a_card_and_the_terms_of_its_sourc
     let again = read("again/README.md");
     assert!(again.starts_with(begins) && again.contains("The base model is `moh`, a"), "{again}");
     assert_eq!(again.matches("trained nothing").count(), 1);
-    // A dense model has none of them.
+    // A dense model has no such files.
     convert(&["--from", "moh", "--out", "dense", "--attention", "dense"]);
     let without: Vec<String> =
         names(&at("moh")).into_iter().filter(|name| !CARD_FILES.contains(&&**name)).collect();
     assert_eq!(names(&at("dense")), without);
     assert!(!read("dense/config.json").contains("auto_map"));
-    // A card that its reader has changed is replaced with its directory.
+    // An edited card is replaced with its directory.
     fs::write(at("moh/README.md"), card.replace("# source", "# My model")).unwrap();
     assert!(failure(dir.path(), &["--from", "source", "--out", "moh"]).contains("is not empty"));
     convert(&["--from", "source", "--out", "moh", "--force"]);

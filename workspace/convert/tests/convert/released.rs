@@ -1,8 +1,8 @@
 //! The released MoH-LLaMA3-8B, `Chat-UniVi/MoH-LLaMA3-8B` on the hub, in small.
 //!
-//! Its `config.json` is that of a Llama whose own code has the head counts: half of the heads shared, a quarter
-//! chosen. A shard for each layer and one for the rest, pickled; a pull request adds them as safetensors of the
-//! same names. The tokenizer is sentencepiece's.
+//! Its `config.json` is a Llama's, and its own code has the head counts: half of the heads shared, a quarter
+//! chosen. There is a pickled shard for each layer and another for the other tensors. A pull request adds the same
+//! tensors as safetensors. The tokenizer is sentencepiece's.
 
 use std::fs;
 use std::path::Path;
@@ -33,7 +33,7 @@ fn released_config() -> Value {
     })
 }
 
-/// Writes a random model with the released one's files to `dir`.
+/// Writes a random model with the released model's files to `dir`.
 fn write_released(dir: &Path) {
     let config = released_config();
     let file = ConfigFile::from_value(config.clone(), Path::new("config.json")).unwrap();
@@ -101,7 +101,7 @@ fn the_released_model_becomes_one_of_ours() {
     assert_has(&stdout, &["logits with all heads on are equal to the source's"]);
 
     let fields = read_json(&root.join("ours/config.json"));
-    // Another program would run the released code, which has the head counts of 32 heads only.
+    // Another program would run the released code, which only has the head counts of 32 heads.
     assert!(fields.get("auto_map").is_none_or(|map| !map.to_string().contains("modeling_llama.")));
     let expected = [
         ("architectures", json!(["MohLlamaForCausalLM"])),

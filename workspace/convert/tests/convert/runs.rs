@@ -1,4 +1,4 @@
-//! `moh-convert` on runs of `moh-train`: the model of any checkpoint, as the run itself exports it.
+//! `moh-convert` on runs of `moh-train`: the model of any checkpoint equals the run's own export.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -23,7 +23,7 @@ fn the_model_of_a_checkpoint_is_the_runs_own_export() {
     for dtype in [ElementType::F32, ElementType::BF16] {
         let dir = prepared();
         let place = dir.path();
-        // The end of the first stage is the end of a run without the second.
+        // The end of the first stage is the end of a run without the second stage.
         train(place, 1, |recipe| recipe.run.dtype = dtype);
         fs::rename(place.join("run"), place.join("first")).unwrap();
         train(place, 2, |recipe| recipe.run.dtype = dtype);
@@ -61,7 +61,7 @@ fn options_apply_to_the_model_of_a_checkpoint() {
     );
     assert!(config("dense").config.moh.is_none());
     assert_eq!(config("dense").fields["torch_dtype"], DType::F32.torch_name());
-    // The model of a checkpoint is its export, whatever type stores it.
+    // The model of a checkpoint equals its export, whatever type stores the model.
     const EMBEDDING: &str = "model.embed_tokens.weight";
     let embedding = |dir: &str| {
         let files = WeightFiles::open(&place.join(dir)).unwrap();
@@ -92,7 +92,7 @@ fn a_damaged_or_missing_checkpoint_leaves_no_model() {
     flip(&place.join("run/checkpoints/step-3/weights.safetensors"), |length| length - 1);
     let error = failure(place, &["--from", "run@3"]);
     assert!(error.contains("does not match its hash"), "{error}");
-    // Sizes that nobody has stored are refused before they are allocated.
+    // Sizes that were never stored are rejected before memory is allocated.
     let manifest = place.join("run/checkpoints/step-1/manifest.json");
     let mut json = read_json(&manifest);
     json["config"]["num_hidden_layers"] = 10_000.into();

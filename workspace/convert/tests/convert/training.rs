@@ -1,4 +1,4 @@
-//! From a Hugging Face directory through conversion, which may enlarge the vocabulary, and training to an export.
+//! From a Hugging Face directory through a conversion, which may enlarge the vocabulary, and training to an export.
 
 use std::fs;
 use std::ops::ControlFlow;
@@ -34,7 +34,7 @@ fn prepared() -> tempfile::TempDir {
     dir
 }
 
-/// A model with its tokenizer, a tokenizer that adds two tokens to it, and text to train on by each of them.
+/// Writes a model with its tokenizer, a larger tokenizer with two more tokens, and training text of each tokenizer.
 fn prepare_model(dir: &Path, model_type: &str, heads: usize, kv_heads: usize) {
     std::fs::write(dir.join("text.jsonl"), TEXT.repeat(20)).unwrap();
     let old = dir.join("model");
@@ -95,7 +95,7 @@ fn recipe(dir: &Path) -> Recipe {
     Recipe::parse(&text, Path::new("recipe.toml"), &[]).unwrap()
 }
 
-/// Writes the model with the larger tokenizer's vocabulary to `expanded`.
+/// Writes to `expanded` the model with the larger tokenizer's vocabulary.
 fn expand(dir: &Path) -> PathBuf {
     let options = ConversionOptions {
         attention: TargetAttention::Dense,
@@ -107,7 +107,7 @@ fn expand(dir: &Path) -> PathBuf {
     options.out
 }
 
-/// Writes a conversion that is verified.
+/// Writes a verified conversion.
 fn converted(options: &ConversionOptions) -> Receipt {
     let conversion = convert(options, &mut |_, _| ControlFlow::Continue(())).unwrap();
     conversion.verify(OpenDevice::Cpu).unwrap();
@@ -138,7 +138,7 @@ fn a_run_does_not_enlarge_the_vocabulary_and_names_the_command_that_does() {
     assert!(!dir.path().join("run").exists());
 }
 
-/// Such a run of an earlier version keeps the configuration of the smaller model, and both tokenizers.
+/// A run of an earlier version keeps the configuration of the smaller model, and both tokenizers.
 #[test]
 fn a_run_that_has_enlarged_its_vocabulary_itself_resumes() {
     let dir = prepared();
@@ -254,7 +254,7 @@ fn run(recipe: &mut Recipe, model: &Path) -> Result<Outcome, moh_train::Error> {
     run_until(recipe, model, u64::MAX)
 }
 
-/// Returns the same, to a step.
+/// Runs the recipe up to step `last`.
 fn run_until(recipe: &mut Recipe, model: &Path, last: u64) -> Result<Outcome, moh_train::Error> {
     let (stop, world) = (AtomicBool::new(false), World::single());
     let (path, options) = (Path::new("recipe.toml"), RunOptions::new(&stop));
@@ -289,7 +289,7 @@ fn a_run_with_a_larger_vocabulary_exports_it_with_its_tokenizer() {
 fn the_model_before_it_took_over_a_larger_vocabulary_teaches() {
     let dir = prepared();
     let expanded = expand(dir.path());
-    // A text without new tokens, of which the smaller teacher knows nothing, and without a record of its tokenizer.
+    // A text without the new tokens, which the smaller teacher does not know, and without a record of its tokenizer.
     std::fs::remove_file(dir.path().join("own-tokens.json")).unwrap();
     let taught = |run_dir: &str, teacher: &str| {
         let mut recipe = recipe(dir.path());
@@ -303,7 +303,7 @@ fn the_model_before_it_took_over_a_larger_vocabulary_teaches() {
         let first: Value = serde_json::from_str(metrics.lines().next().unwrap()).unwrap();
         first["distillation_loss"].as_f64().unwrap()
     };
-    // The rows that both have are the same, and the others are left out of both distributions.
+    // The rows that both models have are equal. Other rows are excluded from both distributions.
     assert_eq!([taught("small", "model"), taught("large", "expanded")], [0.0, 0.0]);
 }
 
@@ -331,7 +331,7 @@ pub fn windows(prefix: &Path, length: usize) -> Windows {
     Windows::new(TokenFile::open(prefix).unwrap(), length).unwrap()
 }
 
-/// Returns the conversion of a model to so many active heads by measurement on a text, unless it stops at a layer.
+/// Converts a model by measurement on a text, with `active` active heads, unless it stops at a layer.
 fn measured(
     (source, out): (PathBuf, PathBuf),
     (router, shared): (RouterKind, SharedChoice),
@@ -369,7 +369,7 @@ fn an_interrupted_calibration_goes_on_behind_its_layers() {
     converted(&measure("whole", None).unwrap());
     let expected = "stopped.calibration keeps the layers that were measured, 1;";
     assert_refused(measure("stopped", Some(1)), expected);
-    // A kill may leave a part of a record.
+    // A kill may leave part of a record.
     let log = dir.path().join("stopped.calibration");
     let mut bytes = fs::read(&log).unwrap();
     bytes.extend([7; 100]);
@@ -388,7 +388,7 @@ pub fn loss(directory: &Path, windows: &Windows) -> f64 {
     evaluator.evaluate(&mut model, text, None, &mut |_, _| {}).unwrap().loss
 }
 
-/// Heads chosen by exchanges, as 32 have too many sets; then training with the dense model as the teacher.
+/// Heads are chosen by exchanges, since 32 heads have too many sets. Then trains with the dense model as the teacher.
 #[test]
 fn a_qwen3_of_32_heads_is_measured_taught_and_exported() {
     for router in [RouterKind::QueryNorm, RouterKind::Group, RouterKind::TwoStage] {
@@ -417,8 +417,8 @@ fn a_qwen3_of_32_heads_is_measured_taught_and_exported() {
     }
 }
 
-/// Four heads of eight chosen by measurement lose little of stories260K, and steps with the dense model as the teacher win
-/// most of it back; dense, the loss is 1.2202. Routers that ignore the token have 1.3715 at best, untuned.
+/// Choosing four of eight heads by measurement raises stories260K's loss only a little, and steps with the dense model
+/// as the teacher recover most of it. The dense loss is 1.2202. Routers that ignore the token reach 1.3715, untuned.
 #[test]
 #[ignore = "needs stories260K in ../shared/fixtures, beside the repository"]
 fn stories260k_keeps_its_loss() {

@@ -1,11 +1,11 @@
-//! What is wrong with a mask.
+//! Problems of a mask.
 
 use super::{Problem, ProblemKind, of, problem};
 use crate::TokenFile;
 use crate::mask::{ENDING, ones};
 use crate::pending::with_ending;
 
-/// Returns the bytes that are neither 0 nor 1, or another number of trained tokens than is recorded.
+/// Returns the problem of bytes other than 0 and 1, or of another number of trained tokens than recorded.
 pub(super) fn faults(file: &TokenFile) -> Option<Problem> {
     let mask = file.mask()?;
     let path = with_ending(file.prefix(), ENDING);
@@ -28,12 +28,12 @@ pub(super) fn faults(file: &TokenFile) -> Option<Problem> {
     })
 }
 
-/// Returns the documents without a trained token, but for those without any.
+/// Returns the problem of documents without a trained token, except empty documents.
 pub(super) fn untrained(file: &TokenFile) -> Option<Problem> {
     let mask = file.mask()?.bytes();
     let (mut count, mut first) = (0, None);
     for document in file.documents().filter(|document| document.tokens > 0) {
-        // Positions of the file, whose mask has a byte for each.
+        // In bounds: the mask has a byte for each position of the file.
         let bytes = &mask[document.start as usize..(document.start + document.tokens) as usize];
         if bytes.iter().all(|&byte| byte == 0) {
             count += 1;

@@ -11,7 +11,7 @@ use crate::{TokenFileInfo, TokenFileWriter};
 
 const END: u32 = 9;
 
-/// Returns a token file with these documents, of a vocabulary of ten ids that ends documents with </s>.
+/// Writes a token file with these documents, a vocabulary of ten ids, and the end of text </s>.
 fn written(documents: &[&[u32]]) -> (TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let prefix = dir.path().join("t");
@@ -43,7 +43,7 @@ fn problems_with(prefix: &Path, vocabulary: Option<u64>, end_of_text: Option<u32
     Verify { prefix, vocabulary, end_of_text }.run(&mut |_, _| ()).unwrap().problems
 }
 
-/// Kind, count and first document of each problem.
+/// Returns kind, count and first document of each problem.
 fn kinds(prefix: &Path) -> Vec<(ProblemKind, u64, Option<u64>)> {
     let problems = verify(prefix).problems.into_iter();
     problems.map(|problem| (problem.kind, problem.count, problem.document)).collect()
@@ -166,7 +166,7 @@ fn a_wrong_record_is_found_and_a_missing_file_is_an_error() {
     assert!(matches!(verify.run(&mut |_, _| ()), Err(Error::Io { .. })));
 }
 
-/// The bytes of a sound file's three: writing them without a sync takes no time.
+/// The bytes of a sound token file's three files. Writing them without a sync takes no time.
 static SOUND: LazyLock<[Vec<u8>; 3]> = LazyLock::new(|| {
     let (_dir, prefix) = sound();
     [".bin", ".idx", ".json"].map(|ending| fs::read(with_ending(&prefix, ending)).unwrap())
@@ -219,7 +219,7 @@ fn a_mask_is_verified() {
     assert_eq!(kinds(&prefix), [empty, untrained]);
     change(&prefix, ".mask", |bytes| bytes[4] = 7);
     assert!(kinds(&prefix).contains(&(ProblemKind::Mask, 1, None)));
-    // Another mask with as many tokens is not the one that was recorded.
+    // Another mask with as many trained tokens is not the recorded mask.
     change(&prefix, ".mask", |bytes| bytes.copy_from_slice(&[1, 1, 1, 0, 0, 0]));
     assert!(kinds(&prefix).contains(&(ProblemKind::Record, 1, None)));
     for damage in [|bytes: &mut Vec<u8>| bytes.push(0), |bytes: &mut Vec<u8>| bytes.truncate(0)] {

@@ -58,7 +58,7 @@ fn a_mask_has_a_byte_for_each_token() {
     assert!(file.has_mask() && file.ids_below(&file.content()).unwrap() == Some(10));
     assert_eq!((file.count_trained(0..6).unwrap(), file.count_trained(2..2).unwrap()), (3, 0));
     assert!(file.count_trained(0..7).is_err() && file.read_mask(6, &mut [0]).is_err());
-    // A token file without one is trained on whole.
+    // Without a mask, all tokens are trained on.
     write_without(&prefix);
     assert!(!with_ending(&prefix, ".mask").exists(), "the mask of the file that was replaced");
     assert_eq!(mask(&prefix), [1, 1]);
@@ -74,7 +74,7 @@ fn a_mask_of_another_file_is_refused() {
     let error = TokenFile::open(&prefix).unwrap_err().to_string();
     assert!(error.contains("t.mask: ") && error.contains("the .json records no mask"), "{error}");
     assert!(TokenFileWriter::create(&prefix, 10).is_err());
-    // Other programs write none.
+    // Other programs write no `.json`.
     fs::remove_file(with_ending(&prefix, ".json")).unwrap();
     assert_eq!(mask(&prefix), [1, 0]);
 }
@@ -110,7 +110,7 @@ fn a_writer_continues_behind_what_was_synced() {
     let mut writer = push(resume(Written::default()), &DOCUMENTS[..2]);
     writer.sync().unwrap();
     let written = writer.written();
-    // What was not synced is removed.
+    // Documents that were not synced are removed.
     drop(push(writer, &[(&[7, 7], &[1, 1])]));
     let complete = push(resume(written), &DOCUMENTS[2..]).complete(rendered_by("abc")).unwrap();
     drop(complete);

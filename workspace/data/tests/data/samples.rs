@@ -8,7 +8,7 @@ use moh_data::{
 use proptest::prelude::*;
 use tempfile::TempDir;
 
-/// Returns a token file whose token at position p is p + `first`, in documents of these lengths.
+/// Writes a token file with the token p + `first` at position p, in documents of these lengths.
 fn counting_file(dir: &TempDir, name: &str, first: u32, documents: &[usize]) -> PathBuf {
     let prefix = dir.path().join(name);
     let mut writer = TokenFileWriter::create(&prefix, 100_000).unwrap();
@@ -26,7 +26,7 @@ fn source(path: PathBuf, weight: f64) -> Source {
     Source { path, weight }
 }
 
-/// One counting file, of documents of these lengths.
+/// Opens one counting file, with documents of these lengths.
 fn counting(documents: &[usize], length: usize, order: Order, seed: u64) -> TrainingData {
     let dir = tempfile::tempdir().unwrap();
     let sources = [source(counting_file(&dir, "a", 0, documents), 1.0)];
@@ -91,7 +91,7 @@ fn within_documents_the_first_token_of_one_is_no_target() {
     for (number, mask) in masks.iter_mut().enumerate() {
         assert!(data.mask(number as u64, mask).unwrap());
     }
-    // Documents begin at 0, 3, 4 and 6; that of the last target is seen as well.
+    // Documents start at 0, 3, 4 and 6. The document of the last target counts as well.
     assert_eq!(masks, [[0, 1, 1, 0], [0, 0, 1, 0], [0, 1, 1, 1]]);
     assert_eq!(data.trained_targets(0..3).unwrap(), Some(2 + 1 + 3));
     let (others, mut mask) = (open(), [9; 4]);
@@ -120,7 +120,7 @@ fn data_that_follow_others_begin_after_the_windows_that_these_have_read() {
     read.sort_unstable();
     read.dedup();
     assert_eq!(read.len(), windows, "a window came again");
-    // The first file has 24 windows, of which the next epoch begins another permutation.
+    // Each file has 24 windows. The next epoch uses another permutation.
     assert!((16..200).all(|number| second.locate(number).1 <= 92));
 }
 

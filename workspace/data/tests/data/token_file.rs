@@ -23,7 +23,7 @@ struct Index {
 }
 
 impl Index {
-    /// Two documents of u16 tokens, the first of two sequences.
+    /// Returns the index of two documents of u16 tokens. The first document has two sequences.
     fn sound() -> Self {
         Self {
             magic: b"MMIDIDX\0\0".to_vec(),
@@ -58,7 +58,7 @@ fn place(bin: &[u8], idx: &[u8]) -> (TempDir, PathBuf) {
     (dir, prefix)
 }
 
-/// Returns a file of these documents, of a vocabulary of so many ids.
+/// Writes a token file of these documents, with a vocabulary of `ids` ids.
 fn written<D: AsRef<[u32]>>(dir: &TempDir, name: &str, ids: usize, documents: &[D]) -> PathBuf {
     let prefix = dir.path().join(name);
     let mut writer = TokenFileWriter::replace(&prefix, ids).unwrap();
@@ -392,7 +392,7 @@ fn what_is_known_of_the_ids_is_proven_by_type_or_record() {
         .map(|(name, last)| written(&dir, name, 300, &[[1, 2, last]]));
     let file = TokenFile::open(&one).unwrap();
     assert_eq!(file.ids_below(&file.content()).unwrap(), Some(300));
-    // The same lengths, so the index is the same; the record is not of these tokens.
+    // The same lengths give the same index. The record is of other tokens.
     fs::copy(other.with_extension("bin"), one.with_extension("bin")).unwrap();
     let file = TokenFile::open(&one).unwrap();
     let error = file.ids_below(&file.content()).unwrap_err().to_string();

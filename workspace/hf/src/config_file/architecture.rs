@@ -27,13 +27,13 @@ impl Kind {
         kinds(false).chain(kinds(true))
     }
 
-    /// `model_type`.
+    /// Returns the value of `model_type`.
     pub fn model_type(self) -> String {
         let moh = if self.is_moh { "moh_" } else { "" };
         format!("{moh}{}", name(self.architecture).to_lowercase())
     }
 
-    /// Returns the beginning of its classes' names.
+    /// Returns the prefix of its classes' names.
     fn prefix(self) -> String {
         let moh = if self.is_moh { "Moh" } else { "" };
         format!("{moh}{}", name(self.architecture))
@@ -44,9 +44,9 @@ impl Kind {
         format!("{}ForCausalLM", self.prefix())
     }
 
-    /// `auto_map`: the classes with which transformers loads a Mixture-of-Head model, in the files
-    /// that [`transformers_code`](crate::transformers_code) writes. Dense models are transformers'
-    /// own.
+    /// Returns the value of `auto_map`: the classes with which transformers loads a Mixture-of-Head model, in the
+    /// files that [`transformers_code`](crate::transformers_code) writes. Dense models use transformers'
+    /// own classes.
     pub fn auto_map(self) -> Option<Value> {
         let (name, file) = (self.prefix(), self.model_type());
         self.is_moh.then(|| {
@@ -58,7 +58,7 @@ impl Kind {
         })
     }
 
-    /// Returns the kind that `model_type` and `architectures` name.
+    /// Returns the kind named by `model_type` and `architectures`.
     pub fn read(fields: &Fields<'_>) -> Result<Self, Error> {
         let known = || {
             let names = quoted(Kind::model_type);
@@ -93,7 +93,7 @@ impl Kind {
         Ok(found)
     }
 
-    /// Returns the kind that the first of `architectures` names.
+    /// Returns the kind named by the first of `architectures`.
     fn read_class(fields: &Fields<'_>) -> Result<Option<Self>, Error> {
         let first = match fields.get("architectures") {
             None => return Ok(None),
@@ -112,7 +112,7 @@ impl Kind {
     }
 }
 
-/// Returns the architecture's name in those of its classes.
+/// Returns the architecture's name as its classes have it.
 pub(crate) fn name(architecture: Architecture) -> &'static str {
     match architecture {
         Architecture::Llama => "Llama",
@@ -120,7 +120,7 @@ pub(crate) fn name(architecture: Architecture) -> &'static str {
     }
 }
 
-/// Returns a name of every kind, for messages.
+/// Returns the names of all kinds, for messages.
 fn quoted(name: fn(Kind) -> String) -> String {
     Kind::all().map(|kind| format!("\"{}\"", name(kind))).collect::<Vec<_>>().join(", ")
 }

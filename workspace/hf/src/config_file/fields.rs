@@ -1,4 +1,4 @@
-//! Typed access to the fields of a JSON object; errors name the file and the key.
+//! Typed access to the fields of a JSON object. Errors name the file and the key.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ pub(crate) struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    /// Returns the value of `key`; a null counts as absent, as in `LlamaConfig`.
+    /// Returns the value of `key`. Null counts as absent, as in `LlamaConfig`.
     pub fn get(&self, key: &str) -> Option<&'a Value> {
         self.map.get(key).filter(|value| !value.is_null())
     }
@@ -36,7 +36,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Returns the value of `key`, of which `read` returns `None` if it is not what is `expected`.
+    /// Returns the value of `key`, converted by `read`. Fails if `read` returns `None`: the value is not `expected`.
     fn typed<T>(
         &self,
         key: &str,
@@ -86,7 +86,7 @@ impl<'a> Fields<'a> {
         self.typed(key, "a number", Value::as_f64)
     }
 
-    /// Returns a number above zero that f32 can have.
+    /// Returns a number above zero that f32 can represent.
     pub fn positive(&self, key: &str) -> Result<Option<f64>, Error> {
         match self.number(key)? {
             Some(number) if !(number as f32 > 0.0 && (number as f32).is_finite()) => self
@@ -108,7 +108,7 @@ impl<'a> Fields<'a> {
         Ok(map.map(|map| Fields { map, path: self.path, prefix }))
     }
 
-    /// Token ids: one, or a list.
+    /// Returns token ids: a single id or a list.
     pub fn tokens(&self, key: &str) -> Result<Option<Vec<u32>>, Error> {
         match self.get(key) {
             None => Ok(None),

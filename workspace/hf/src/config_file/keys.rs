@@ -1,6 +1,6 @@
-//! The keys of a configuration that change what a model computes, by `keys.json`: read, or refused unless they have one of
-//! some values. Those without an effect are listed too, so that a test can find keys of new releases of transformers
-//! that nobody has looked at.
+//! The keys of a configuration that change a model's outputs, listed in `keys.json`. A key is read, or rejected if its
+//! value is not in a list. Keys without an effect are also listed, so that a test can find unreviewed keys in new
+//! releases of transformers.
 
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::fields::{Fields, kind};
 use crate::Error;
 
-/// The values that a key may have, and why no others.
+/// The values that a key may have, and the reason why other values are rejected.
 type OneOf = BTreeMap<String, (Vec<Value>, String)>;
 
 #[derive(Deserialize)]
@@ -35,7 +35,7 @@ static KEYS: LazyLock<Keys> = LazyLock::new(|| {
     serde_json::from_str(include_str!("keys.json")).expect("a file of this crate, which tests read")
 });
 
-/// Refuses values of a configuration that change a model's outputs and are not implemented.
+/// Rejects values of a configuration that change a model's outputs and are not implemented.
 pub(super) fn check(fields: &Fields<'_>, is_llama: bool) -> Result<(), Error> {
     let keys = &*KEYS;
     if let Some(key) = keys.not_null.iter().find(|key| fields.map.get(*key) == Some(&Value::Null)) {
@@ -59,7 +59,7 @@ pub(super) fn check(fields: &Fields<'_>, is_llama: bool) -> Result<(), Error> {
     Ok(())
 }
 
-/// As [`check`], of a table of RoPE.
+/// Rejects such values of a table of RoPE, as [`check`] does for a configuration.
 pub(super) fn check_rope(table: &Fields<'_>) -> Result<(), Error> {
     check_values(table, &KEYS.rope.one_of)?;
     match table.map.iter().find(|(_, value)| value.is_object()) {

@@ -28,7 +28,7 @@ pub(super) fn read_config(fields: &Fields<'_>) -> Result<ModelConfig, Error> {
     let key_value_heads = fields.size("num_key_value_heads", MAX_DIMENSION)?;
     let key_value_heads = match architecture {
         Architecture::Llama => key_value_heads.unwrap_or(heads),
-        // Hugging Face's default, a constant, matches no published model.
+        // Hugging Face's default is a constant, which fits no published model.
         Architecture::Qwen3 => fields.required("num_key_value_heads", key_value_heads)?,
     };
     if heads % key_value_heads != 0 {
@@ -100,7 +100,7 @@ fn read_head_dim(
     Ok(head_dim)
 }
 
-/// Hugging Face's default context length.
+/// Returns Hugging Face's default context length.
 fn default_positions(architecture: Architecture) -> usize {
     match architecture {
         Architecture::Llama => 2048,
@@ -120,7 +120,7 @@ fn read_moh(
         let reason = format!(" = \"{}\": unknown router, expected {known}", name.escape_debug());
         return fields.error(router_key, reason);
     };
-    // The messages start with the field's name; the file's keys have a prefix.
+    // The messages start with the field's name. The file's keys have a prefix.
     fn named<T>(fields: &Fields<'_>, error: &moh_model::Error) -> Result<T, Error> {
         fields.error("moh_", error.to_string())
     }

@@ -1,5 +1,6 @@
-//! Rotary position embedding in a `config.json`, read as transformers 5 reads it: the table `rope_scaling`, or else
-//! `rope_parameters`, with the base inside it or beside it. Written so that readers of either table find the same.
+//! Rotary position embedding in a `config.json`, read as transformers 5 reads it: from the table `rope_scaling`, or
+//! else from `rope_parameters`, with the base inside the table or next to it. Both tables are written with equal
+//! values.
 
 use moh_model::{Llama3Scaling, RopeConfig, RopeScaling, YarnScaling};
 use serde_json::{Map, Value, json};
@@ -9,13 +10,13 @@ use super::keys::check_rope;
 use super::parse::MAX_POSITIONS;
 use crate::Error;
 
-/// The tables, the one that counts first.
+/// The tables, in order of precedence.
 const TABLES: [(&str, &str); 2] =
     [("rope_scaling", "rope_scaling."), ("rope_parameters", "rope_parameters.")];
 const THETA: &str = "rope_theta";
 const ORIGINAL: &str = "original_max_position_embeddings";
 
-/// What the fields say, of a model with a context of `positions` tokens.
+/// Reads the embedding of a model with a context of `positions` tokens.
 pub(super) fn read(fields: &Fields<'_>, positions: usize) -> Result<RopeConfig, Error> {
     let Some(table) = table(fields)? else {
         return Ok(RopeConfig { theta: theta(fields, fields)?, scaling: None });
@@ -25,7 +26,7 @@ pub(super) fn read(fields: &Fields<'_>, positions: usize) -> Result<RopeConfig, 
     let key = ["rope_type", "type"].into_iter().find(|key| table.map.contains_key(*key));
     let Some(key) = key else { return Ok(RopeConfig { theta, scaling: None }) };
     let name = table.required(key, table.text(key)?)?;
-    // Beside the table it counts more, as Phi-3's files have it.
+    // The value next to the table has precedence, as in Phi-3's files.
     let beside = fields.size(ORIGINAL, MAX_POSITIONS)?;
     let original = beside.or(table.size(ORIGINAL, MAX_POSITIONS)?).unwrap_or(positions);
     let scaling = match name {
@@ -50,7 +51,7 @@ fn required(table: &Fields<'_>, key: &str) -> Result<f64, Error> {
     table.required(key, table.positive(key)?)
 }
 
-/// Returns the table that counts; `None` if there is none with an entry.
+/// Returns the first table with an entry, or `None` if there is no such table.
 fn table<'a>(fields: &Fields<'a>) -> Result<Option<Fields<'a>>, Error> {
     for (key, prefix) in TABLES {
         if let Some(table) = fields.object(key, prefix)?.filter(|table| !table.map.is_empty()) {
@@ -60,7 +61,7 @@ fn table<'a>(fields: &Fields<'a>) -> Result<Option<Fields<'a>>, Error> {
     Ok(None)
 }
 
-/// Returns the base: that of the table, even a null one, which is an error, or the one beside it.
+/// Returns the base from the table or, if the table has no base, from the fields next to it. A null base is an error.
 fn theta(table: &Fields<'_>, fields: &Fields<'_>) -> Result<f64, Error> {
     for fields in [table, fields] {
         match fields.map.get(THETA) {
@@ -94,7 +95,7 @@ fn yarn(table: &Fields<'_>, original: usize, positions: usize) -> Result<YarnSca
         Some(Value::Null) => positions as f64 / original as f64,
         _ => required(table, "factor")?,
     };
-    // Section 3.4 of the paper; with two multipliers as DeepSeek-V2's files have them.
+    // Section 3.4 of the paper, with two multipliers as in DeepSeek-V2's files.
     let attention = |multiplier: f64| match factor > 1.0 {
         true => 0.1 * multiplier * factor.ln() + 1.0,
         false => 1.0,
@@ -117,7 +118,7 @@ fn yarn(table: &Fields<'_>, original: usize, positions: usize) -> Result<YarnSca
     })
 }
 
-/// Lets readers of either table, and those of the base beside it alone, find what counts.
+/// Writes the used values to each table, and the base also next to the tables, for readers that use only one place.
 pub(super) fn write(fields: &mut Map<String, Value>, rope: &RopeConfig) {
     let used = |key: &str| fields.get(key)?.as_object().filter(|table| !table.is_empty()).cloned();
     let Some(mut table) = TABLES.iter().find_map(|(key, _)| used(key)) else { return };
@@ -134,7 +135,7 @@ pub(super) fn write(fields: &mut Map<String, Value>, rope: &RopeConfig) {
     }
 }
 
-/// Returns the table of a scaling.
+/// Returns a scaling as a table.
 pub(super) fn to_json(scaling: &RopeScaling) -> Value {
     match scaling {
         RopeScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),

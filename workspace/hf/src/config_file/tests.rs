@@ -5,7 +5,7 @@ use moh_model::{
 
 use super::*;
 
-/// Returns a small Llama's, with a vocabulary of 6 tokens of 4 elements.
+/// Returns the file of a small Llama, with a vocabulary of 6 tokens of 4 elements.
 pub(crate) fn small_llama(tied: bool) -> ConfigFile {
     read(json!({
         "model_type": "llama", "vocab_size": 6, "hidden_size": 4, "intermediate_size": 6,
@@ -58,7 +58,7 @@ fn moh(
     read(fields)
 }
 
-/// Returns the fields without `rope_theta`, and with these.
+/// Returns the file without `rope_theta` and with these entries.
 fn with_rope(entries: Value) -> Result<ConfigFile, String> {
     let mut fields = with("rope_theta", Value::Null).unwrap().fields;
     fields.extend(entries.as_object().unwrap().clone());
@@ -103,7 +103,7 @@ fn rope_is_read_as_transformers_reads_it() {
     ] {
         let file = with_rope(entries.clone()).unwrap();
         assert_eq!(file.config.rope, RopeConfig { theta, scaling }, "{entries}");
-        // What is written reads the same, as a whole and by readers of one style alone.
+        // The written file reads back the same, also for readers that use only one table.
         let written = file.to_json(&file.config, None);
         for ignored in ["", "rope_parameters", "rope_scaling"] {
             let mut fields = written.clone();
@@ -263,7 +263,7 @@ fn sizes_that_make_no_model_are_refused() {
     assert!(message.contains("head_dim is missing, and hidden_size = 50"), "{message}");
 }
 
-/// Four shared heads, and two of the others for each token.
+/// Returns four shared heads, and two of the other heads for each token.
 fn four_and_two() -> MohConfig {
     let router = RouterKind::QueryNorm;
     MohConfig { router, shared_heads: 4.into(), routed_top_k: 2.into() }
@@ -295,7 +295,7 @@ fn head_counts_may_differ_by_layer() {
     let mut written = file.to_json(&file.config, None);
     assert!(written.shift_remove("auto_map").is_some());
     assert_eq!(written, file.fields);
-    // Equal numbers are written as one, and read as one.
+    // Equal numbers are written as a single number, and read from it.
     let equal = moh("query-norm", json!([4, 4, 4]), json!(2)).unwrap();
     assert_eq!(equal.config, moh("query-norm", 4, 2).unwrap().config);
     assert_eq!(equal.to_json(&equal.config, None)["moh_shared_heads"], json!(4));
@@ -337,7 +337,7 @@ fn shared_heads_may_be_a_set_for_each_layer() {
     let written = file.to_json(&file.config, None);
     assert_eq!(written["moh_shared_head_ids"], json!([[0, 7], [1, 2, 3], []]));
     assert!(!written.contains_key("moh_shared_heads"));
-    // Sets of first heads are written as their numbers.
+    // Sets of first heads are written as numbers.
     let first = with(json!([[0, 1], [1, 0], [0, 1]]), Value::Null).unwrap();
     let written = first.to_json(&first.config, None);
     assert_eq!(written["moh_shared_heads"], json!(2));
@@ -376,7 +376,7 @@ fn conversion_changes_only_its_own_fields() {
     assert_eq!(order(&fields), order(&source.fields));
     let converted = read(Value::Object(fields)).unwrap();
     assert_eq!(converted.config, config);
-    // and back
+    // And back.
     let mut dense = converted.to_json(&ModelConfig { moh: None, ..config }, None);
     dense["vocab_size"] = json!(160);
     dense["torch_dtype"] = json!("float32");

@@ -1,6 +1,6 @@
-//! The cache of Hugging Face's Python library: for each repository a folder with blobs (named by their content),
-//! snapshots (of a commit; links to blobs), refs (the commit of a branch) and, beside it, locks. With the same
-//! layout neither repeats the other's downloads. Nothing here asks the hub.
+//! The cache of Hugging Face's Python library. Each repository has a folder with blobs (named by their content),
+//! snapshots (of a commit, with links to blobs) and refs (the commit of a branch). Locks are next to the folder. With
+//! the same layout, neither program repeats the other's downloads. This module sends no requests to the hub.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use crate::Error;
 use crate::hub_cache::{SNAPSHOTS, is_contained, recorded_commit};
 
-/// What a repository holds.
+/// The kind of a repository.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Model,
@@ -16,7 +16,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// Its name; the hub and the cache name many of them with an s.
+    /// Returns the name. The hub and the cache use its plural in paths.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Kind::Model => "model",
@@ -28,9 +28,9 @@ impl Kind {
 /// A file of a repository on the hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemoteFile {
-    /// Its path in the repository, with `/` between folders; it stays within any directory it is joined to.
+    /// The path of the file in the repository, with `/` between folders. It is safe to join to any directory.
     pub name: String,
-    /// Its bytes.
+    /// Bytes of the file.
     pub size: u64,
     /// Content address: the blob's name in the cache.
     pub blob: String,
@@ -57,13 +57,13 @@ impl Folder {
         self.root.join("blobs")
     }
 
-    /// Returns the file whose lock a download of `blob` holds.
+    /// Returns the file that a download of `blob` locks.
     pub(crate) fn lock(&self, blob: &str) -> Result<PathBuf, Error> {
         fs::create_dir_all(&self.locks).map_err(Error::io(&self.locks))?;
         Ok(self.locks.join(format!("{blob}.lock")))
     }
 
-    /// Returns the commit that a branch, a tag or a commit had when it was downloaded last; it need not be in the
+    /// Returns the commit of a branch, a tag or a commit at its last download. The commit may be missing from the
     /// cache.
     pub(crate) fn commit(&self, revision: &str) -> Option<String> {
         let commit = recorded_commit(&self.root, revision);
@@ -81,7 +81,7 @@ impl Folder {
         fs::write(&reference, commit).map_err(Error::io(&reference))
     }
 
-    /// Returns the file in the snapshot of a commit, if it is there; it is linked if its blob is.
+    /// Returns the file in the snapshot of a commit, or `None` if it is missing. Links it if its blob exists.
     pub(crate) fn cached(&self, commit: &str, file: &RemoteFile) -> Result<Option<PathBuf>, Error> {
         let has_size = |path: &Path| fs::metadata(path).is_ok_and(|found| found.len() == file.size);
         let pointer = self.snapshot(commit).join(&file.name);
@@ -94,7 +94,7 @@ impl Folder {
         Ok(Some(pointer))
     }
 
-    /// Links the snapshot's file to the blob, relatively, as Hugging Face's library does.
+    /// Links the snapshot's file to the blob by a relative path, as Hugging Face's library does.
     pub(crate) fn link(&self, commit: &str, file: &RemoteFile) -> Result<PathBuf, Error> {
         let pointer = self.snapshot(commit).join(&file.name);
         let parent = moh_files::parent(&pointer);
@@ -102,7 +102,7 @@ impl Folder {
         moh_files::unless_missing(&pointer, fs::remove_file(&pointer))?;
         #[cfg(unix)]
         let linked = {
-            // From the file's directory to that of all commits, and out of it.
+            // From the file's directory up to the directory of all commits, and out of that directory.
             let up = "../".repeat(file.name.split('/').count() + 1);
             std::os::unix::fs::symlink(format!("{up}blobs/{}", file.blob), &pointer)
         };
@@ -112,7 +112,7 @@ impl Folder {
         Ok(pointer)
     }
 
-    /// Returns the files in the snapshot of a commit, sorted by name; empty if it is not in the cache.
+    /// Returns the files in the snapshot of a commit, sorted by name. Empty if the commit is not in the cache.
     pub(crate) fn files(&self, commit: &str) -> Result<Vec<RemoteFile>, Error> {
         let snapshot = self.snapshot(commit);
         let (mut files, mut folders) = (Vec::new(), vec![String::new()]);
@@ -135,7 +135,7 @@ impl Folder {
                         let blob = link.file_name().unwrap_or_default().to_string_lossy();
                         files.push(RemoteFile { name, size: found.len(), blob: blob.into_owned() });
                     }
-                    // A link without its blob, which was removed to free space.
+                    // A link without its blob, which was removed to free disk space.
                     Err(_) => {}
                 }
             }

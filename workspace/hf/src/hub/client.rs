@@ -1,5 +1,5 @@
-//! Requests to the hub: the commit of a revision, the files of a repository, and their bytes, with time-outs, retries and
-//! explanations of the hub's refusals.
+//! Requests to the hub: the commit of a revision, the files of a repository, and the files' bytes. With time-outs,
+//! retries and explanations of the hub's errors.
 
 use std::io::Read;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,7 +18,7 @@ use super::environment;
 use super::model::no_directory;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum silence within a response.
+/// Maximum time without data within a response.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
 /// Delays before the retries of a transient failure.
 const RETRY_DELAYS: [Duration; 3] =
@@ -26,14 +26,14 @@ const RETRY_DELAYS: [Duration; 3] =
 /// Maximum bytes of a page of a repository's description.
 const MAX_JSON_BYTES: u64 = 64 << 20;
 const MAX_FILES: usize = 4_000_000;
-/// Maximum pages of a listing, which have a thousand names each.
+/// Maximum pages of a listing. A page has a thousand names.
 const MAX_PAGES: usize = 4_000;
 /// Bytes that are read at a time.
 const READ_BYTES: usize = 1 << 16;
 
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The hub refused a request, for a file if there is one.
+    /// The hub rejected a request, which may be for a file.
     Status { status: StatusCode, code: String, url: String, file: Option<String> },
     /// No connection, or a time-out.
     NoAnswer,
@@ -51,7 +51,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// One repository on the hub.
+/// A single repository on the hub.
 pub(crate) struct Client {
     agent: Agent,
     token: Option<String>,
@@ -66,7 +66,7 @@ struct Info {
     sha: Option<String>,
 }
 
-/// A file or a directory; only a file's `oid` is its content's hash.
+/// A file or a directory. Only a file's `oid` is the hash of its content.
 #[derive(Deserialize)]
 struct Entry {
     #[serde(rename = "type")]
@@ -78,7 +78,7 @@ struct Entry {
     lfs: Option<Lfs>,
 }
 
-/// A large file: the hash of its content; its `oid` is the pointer's.
+/// A large file's content hash. The entry's `oid` is the hash of the pointer.
 #[derive(Deserialize)]
 struct Lfs {
     #[serde(alias = "sha256")]
@@ -96,10 +96,10 @@ impl Client {
         let roots = TlsConfig::builder().root_certs(RootCerts::PlatformVerifier).build();
         let config = Agent::config_builder()
             .http_status_as_error(false)
-            // A range of compressed bytes would be a different one.
+            // A range of the compressed file would be another range.
             .accept_encoding(AutoHeaderValue::None)
             .user_agent(concat!("moh-hub/", env!("CARGO_PKG_VERSION")))
-            // The hub redirects within itself.
+            // The hub redirects to its own hosts.
             .redirect_auth_headers(RedirectAuthHeaders::SameHost)
             .timeout_connect(Some(CONNECT_TIMEOUT))
             .timeout_per_read(Some(READ_TIMEOUT))
@@ -126,8 +126,8 @@ impl Client {
             .ok_or_else(|| Error::hub(&self.id, "the hub names no commit for the revision").into())
     }
 
-    /// Returns the files in a folder of the repository, `""` for its top, and with `is_deep` in the folders below; none
-    /// if there is no such folder.
+    /// Returns the files in a folder of the repository (`""` for the top), and with `is_deep` also in the folders
+    /// below. Empty if the folder does not exist.
     pub(crate) fn list(
         &self,
         commit: &str,
@@ -162,7 +162,7 @@ impl Client {
         Err(Error::hub(&self.id, reason).into())
     }
 
-    /// Gives `take` the bytes of a file from `start` on, piece by piece.
+    /// Passes the bytes of a file from `start` on to `take`, piece by piece.
     pub(crate) fn read(
         &self,
         commit: &str,
@@ -173,7 +173,7 @@ impl Client {
     ) -> Result<(), Failure> {
         let url = format!("{}/resolve/{commit}/{}", self.page(), encode_path(&file.name));
         let mut answer = self.get(&url, start, Some(file))?;
-        // A server or mirror without ranges sends the whole file.
+        // A server or mirror that does not support ranges sends the whole file.
         let mut left_out = if answer.status() == StatusCode::OK { start } else { 0 };
         let mut left = file.size - start;
         let mut body = answer.body_mut().as_reader();
@@ -201,7 +201,7 @@ impl Client {
         format!("{}/api/{}s/{}", self.endpoint, self.kind.name(), self.id)
     }
 
-    /// Returns the repository's page, for people.
+    /// Returns the address of the repository's web page.
     pub(crate) fn page(&self) -> String {
         match self.kind {
             Kind::Dataset => format!("{}/datasets/{}", self.endpoint, self.id),
@@ -209,7 +209,7 @@ impl Client {
         }
     }
 
-    /// Returns the response to a request for the bytes from `start` on, if it is a success.
+    /// Returns the response to a request for the bytes from `start` on. Fails if the status is not a success.
     fn get(
         &self,
         url: &str,
@@ -249,7 +249,7 @@ fn body(answer: &mut Response<ureq::Body>) -> Result<Vec<u8>, Failure> {
     body.read_to_vec().map_err(|_| Failure::Broken)
 }
 
-/// Adds a page of a listing to those before.
+/// Adds a page of a listing to the previous pages.
 pub(crate) fn add_page(found: &mut Vec<RemoteFile>, page: &[u8]) -> Result<(), String> {
     let entries: Vec<Entry> =
         serde_json::from_slice(page).map_err(|error| format!("is invalid: {error}"))?;
@@ -288,7 +288,7 @@ fn next_page(answer: &Response<ureq::Body>) -> Option<String> {
     Some(rest.split_once('>')?.0.to_string())
 }
 
-/// Percent-encodes a text as one component of a URL.
+/// Encodes a text as a component of a URL, with percent signs.
 fn encode(text: &str) -> String {
     let mut encoded = String::new();
     for byte in text.bytes() {
@@ -306,11 +306,11 @@ fn encode_path(path: &str) -> String {
 }
 
 impl Client {
-    /// One sentence: a failure and its remedy.
+    /// Returns one sentence with a failure and its remedy.
     pub(crate) fn explain(&self, failure: Failure) -> Error {
         let Self { endpoint, revision, .. } = self;
         let (noun, page) = (self.kind.name(), self.page());
-        // A model may be meant to be a directory, a dataset is named as one of the hub.
+        // The user may mean a directory by the name of a model. The name of a dataset is always an id on the hub.
         let (local, check) = match self.kind {
             Kind::Dataset => (String::new(), ""),
             Kind::Model => (format!("{}, and ", no_directory()), "the path, "),

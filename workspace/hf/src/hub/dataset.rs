@@ -1,4 +1,4 @@
-//! A dataset on the hub at one commit: its files, listed by folder and downloaded one by one.
+//! A dataset on the hub at a fixed commit. Its files are listed by folder and downloaded one by one.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -10,17 +10,17 @@ use super::Hub;
 use super::cache::{Kind, RemoteFile};
 use super::repository::Repository;
 
-/// A dataset on the hub, or with `HF_HUB_OFFLINE` in the cache, at the commit that its revision has now.
+/// A dataset on the hub, or in the cache with `HF_HUB_OFFLINE`, at the current commit of its revision.
 pub struct Dataset {
     repository: Repository,
     /// The commit of that revision.
     pub commit: String,
-    /// Whether only the cache is used, so that a listing has the files that are there.
+    /// Whether only the cache is used. A listing then has the cached files.
     pub is_offline: bool,
 }
 
 impl Hub {
-    /// Returns the dataset `id`, `OWNER/NAME`, at a branch, tag or commit, `main` if none is given.
+    /// Returns the dataset `id`, `OWNER/NAME`, at a branch, tag or commit. The default is `main`.
     pub fn dataset(&self, id: &str, revision: Option<&str>) -> Result<Dataset, Error> {
         if !is_hub_id(id) || !id.contains('/') {
             let reason = "is no dataset of the hub: expected OWNER/NAME, as in allenai/c4";
@@ -50,18 +50,18 @@ impl Hub {
 }
 
 impl Dataset {
-    /// Its id, `OWNER/NAME`.
+    /// Returns the id, `OWNER/NAME`.
     pub fn id(&self) -> &str {
         &self.repository.client.id
     }
 
-    /// Its page on the hub, for people.
+    /// Returns the address of the dataset's page on the hub.
     pub fn page(&self) -> String {
         self.repository.client.page()
     }
 
-    /// Returns the files in a folder, `""` for the top, and with `is_deep` in the folders below; none if there is no
-    /// such folder. Of the cache, all files are given.
+    /// Returns the files in a folder (`""` for the top), and with `is_deep` also in the folders below. Empty if the
+    /// folder does not exist. From the cache, returns all files.
     pub fn list(&self, folder: &str, is_deep: bool) -> Result<Vec<RemoteFile>, Error> {
         let Repository { folder: cached, client } = &self.repository;
         match self.is_offline {
@@ -72,8 +72,8 @@ impl Dataset {
         }
     }
 
-    /// Downloads a file, unless it is in the cache, and returns its path: in the cache or, if `instead` names a
-    /// file, there. The next attempt resumes a partial download.
+    /// Downloads a file, unless it is in the cache. Returns its path in the cache or, if `instead` is given, downloads
+    /// to that path and returns it. The next attempt resumes a partial download.
     pub fn fetch(
         &self,
         file: &RemoteFile,

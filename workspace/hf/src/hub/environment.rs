@@ -15,8 +15,8 @@ pub(crate) fn is_offline() -> bool {
     })
 }
 
-/// Returns the login token: `HF_TOKEN`, the file named by `HF_TOKEN_PATH`, or the file of `hf auth login`;
-/// `None` if `HF_HUB_DISABLE_IMPLICIT_TOKEN` is set.
+/// Returns the login token: `HF_TOKEN`, the file named by `HF_TOKEN_PATH`, or the file of `hf auth login`.
+/// Returns `None` if `HF_HUB_DISABLE_IMPLICIT_TOKEN` is set.
 pub(crate) fn token() -> Option<String> {
     let text = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
     if text("HF_HUB_DISABLE_IMPLICIT_TOKEN").is_some() {

@@ -1,5 +1,5 @@
-//! Locating models: a directory, or an id on the Hugging Face hub, downloaded to its cache. Datasets of the hub
-//! and their files.
+//! Locates models: a directory, or an id on the Hugging Face hub, downloaded to the hub's cache. Also datasets of the
+//! hub and their files.
 
 mod cache;
 mod client;

@@ -1,4 +1,4 @@
-//! Locates a model: a directory, or an id on the Hugging Face hub, downloaded to its cache.
+//! Locates a model: a directory, or an id on the Hugging Face hub, downloaded to the hub's cache.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use super::client::{Client, Failure};
 use super::environment;
 use super::repository::Repository;
 
-/// The source of models; the default reads the environment as Hugging Face's own programs do
+/// The source of models. The default reads the environment as Hugging Face's own programs do
 /// (`HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN` or a stored login, `HF_HUB_OFFLINE`).
 #[derive(Debug, Clone, Default)]
 pub struct Hub {
@@ -27,16 +27,16 @@ pub struct Hub {
     pub endpoint: Option<String>,
     /// Overrides the environment's cache.
     pub cache: Option<PathBuf>,
-    /// Use the cache only.
+    /// Whether only the cache is used.
     pub offline: bool,
 }
 
 /// The files of a repository that are downloaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileSet {
-    /// Those of a model and of its tokenizer.
+    /// The files of a model and of its tokenizer.
     Model,
-    /// The tokenizer's.
+    /// The files of a tokenizer.
     Tokenizer,
 }
 
@@ -48,7 +48,7 @@ impl FileSet {
         }
     }
 
-    /// Returns the file without which the others are useless.
+    /// Returns the file that the other files require.
     fn main_file(self) -> &'static str {
         match self {
             FileSet::Model => CONFIG_FILE,
@@ -57,7 +57,7 @@ impl FileSet {
     }
 }
 
-/// Says that a model is no local directory, for errors of the hub.
+/// Describes a missing local directory, for errors of the hub.
 pub(crate) fn no_directory() -> String {
     match std::env::current_dir() {
         Ok(current) => format!("no such directory in {}", current.display()),
@@ -80,19 +80,18 @@ fn has_weights(snapshot: &Path) -> bool {
 }
 
 impl Hub {
-    /// Returns the hub and the cache of the environment.
+    /// Returns the hub and the cache from the environment.
     pub fn from_environment() -> Self {
         Hub { offline: environment::is_offline(), ..Hub::default() }
     }
 
     /// Returns the directory of a model or a tokenizer: `from` itself if it is a directory, or else the cached files of
-    /// that hub id, downloaded if necessary. `progress` is called with the bytes of all files that are there, those of
-    /// earlier runs too, and all bytes.
+    /// that hub id, downloaded if necessary. `progress` is called with the bytes that are present, also from earlier
+    /// runs, and with the bytes of all files.
     ///
     /// # Errors
-    /// Fails if `from` is neither, if it is a directory and a revision is given, or if the hub does not
-    /// provide the model; the message names the remedy.
-    /// The next attempt resumes partial downloads.
+    /// Fails if `from` is not a directory or a hub id, if it is a directory and a revision is given, or if the hub
+    /// does not provide the model. The message names the remedy. The next attempt resumes partial downloads.
     pub fn resolve(
         &self,
         wanted: FileSet,
@@ -138,7 +137,7 @@ impl FileSet {
     fn cached(self, Repository { folder, client }: &Repository) -> Option<PathBuf> {
         let snapshot = folder.snapshot(&folder.commit(&client.revision)?);
         let is_there = snapshot.join(self.main_file()).is_file()
-            // Other programs may have fetched a configuration alone.
+            // Other programs may have downloaded only the configuration.
             && (self != FileSet::Model || has_weights(&snapshot));
         is_there.then_some(snapshot)
     }
@@ -162,7 +161,7 @@ impl FileSet {
         Ok(folder.snapshot(&commit))
     }
 
-    /// Returns the files at the top level of the repository and the named chat templates that are wanted; other
+    /// Returns the wanted files among the repository's top level and its named chat templates. Files in other
     /// subdirectories (`original/`, `onnx/`) are never needed.
     fn list(self, client: &Client, commit: &str) -> Result<Vec<RemoteFile>, Failure> {
         let mut files = client.list(commit, "", false)?;

@@ -1,5 +1,5 @@
 //! A repository on the hub with its folder in the cache. Bytes are appended to an `.incomplete` file, so that an
-//! interrupted download of 16 GB resumes; a file has its name when it is complete.
+//! interrupted download of 16 GB resumes. The complete file is renamed.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -12,7 +12,7 @@ use crate::hub_cache::is_contained;
 use super::cache::{Folder, Kind, RemoteFile};
 use super::client::{Client, Failure};
 
-/// Connections of a file that are lost one after the other without a byte.
+/// Maximum number of consecutive lost connections of a file without new bytes.
 const MAX_TRIES: usize = 3;
 
 /// A repository of models or of datasets.
@@ -38,7 +38,7 @@ impl Repository {
         Ok(Self { folder, client })
     }
 
-    /// Downloads one file to the cache, unless it is there, and returns its path in the snapshot.
+    /// Downloads a file to the cache, unless it exists, and returns its path in the snapshot.
     pub(crate) fn fetch(
         &self,
         commit: &str,
@@ -57,7 +57,7 @@ impl Repository {
         Ok(self.folder.link(commit, file)?)
     }
 
-    /// Downloads one file to `path`, unless it is there.
+    /// Downloads a file to `path`, unless it exists.
     pub(crate) fn fetch_to(
         &self,
         commit: &str,
@@ -77,7 +77,7 @@ impl Repository {
         Ok(())
     }
 
-    /// Appends the missing bytes to the file, of which any beginning may be there.
+    /// Appends the missing bytes to the file, which may have any number of its first bytes.
     fn fetch_rest(
         &self,
         commit: &str,
@@ -114,7 +114,7 @@ impl Repository {
         Ok(())
     }
 
-    /// Returns the error of a file that cannot be written to; a full disk has a remedy.
+    /// Returns the error of a failed write. If the disk is full, the error has a remedy.
     fn write_error(&self, file: &RemoteFile, path: &Path, error: std::io::Error) -> Error {
         use std::io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
         match error.kind() {

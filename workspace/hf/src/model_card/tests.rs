@@ -23,7 +23,7 @@ fn card() -> ModelCard {
     }
 }
 
-/// Returns the card that begins with this README, of a source in a directory `name`.
+/// Returns the card created from this README, of a source in a directory `name`.
 fn of_readme(name: &str, readme: impl AsRef<[u8]>) -> ModelCard {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join(CARD_FILE), readme).unwrap();
@@ -42,7 +42,7 @@ fn a_card_begins_with_what_the_hub_reads() {
     assert!(
         text.contains("\nThe base model is [org/Model-8B](https://huggingface.co/org/Model-8B).\n")
     );
-    // A local directory is no id on the hub.
+    // A local directory is not an id on the hub.
     let local = ModelCard { source: Some("mine".into()), ..ModelCard::default() };
     let text = local.text(&config());
     assert!(text.starts_with("---\nlibrary_name:") && text.contains("`mine`"), "{text}");
@@ -178,7 +178,7 @@ fn base_models_are_one_or_a_list_of_ids() {
     {
         assert!(stated("m", none).is_empty(), "{none:?}");
     }
-    // A fine-tune on the hub is the base of models that are made from it.
+    // A fine-tune on the hub is the base of models made from it.
     assert_eq!(stated("models--acme--Tuned/snapshots/0123", " a/b"), ["acme/Tuned"]);
 }
 

@@ -10,7 +10,7 @@ fn specs() -> Vec<TensorSpec> {
     vec![spec("a", &[3, 5], DType::BF16), spec("b", &[4], DType::F32), spec("c", &[7], DType::BF16)]
 }
 
-/// Returns the bytes that are finite in every type.
+/// Returns bytes that are finite in every type.
 fn content(spec: &TensorSpec) -> Vec<u8> {
     (0..spec.num_bytes()).map(|byte| (byte as u8 ^ spec.name.as_bytes()[0]) & 0x3f).collect()
 }
@@ -71,7 +71,7 @@ fn a_mixture_of_head_model_has_the_code_that_its_auto_map_names() {
             let code = fs::read_to_string(out.join(format!("{module}.py"))).unwrap();
             assert!(name.starts_with(class) && code.contains(&format!("class {name}(")), "{name}");
         }
-        // A dense model has neither.
+        // A dense model has no code and no `auto_map`.
         let mut dense = file.clone();
         dense.config.moh = None;
         let out = dir.path().join("dense");
@@ -159,7 +159,7 @@ fn an_error_leaves_what_was_there() {
     }
 }
 
-/// A disk with room for so many bytes.
+/// A disk with this number of free bytes.
 struct Disk(usize);
 
 impl Write for Disk {

@@ -37,7 +37,7 @@ fn single(tensors: &Tensors) -> tempfile::TempDir {
     dir
 }
 
-/// Two shards and an index, which `edit` may spoil.
+/// Writes two shards and an index, which `edit` may damage.
 fn sharded(tensors: &Tensors, edit: impl Fn(&mut Value)) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let half = tensors.len() / 2;

@@ -1,4 +1,4 @@
-//! The hub.
+//! Tests of the hub.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 

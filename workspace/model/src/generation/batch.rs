@@ -1,5 +1,5 @@
-//! Generation of several sequences: a pass computes tokens of any of them, parts of prompts and generated
-//! ones, with keys and values in blocks of one pool.
+//! Generation of several sequences. A pass computes parts of prompts and generated tokens of any sequences, with keys
+//! and values in blocks of one pool.
 
 use std::collections::BTreeMap;
 
@@ -18,22 +18,22 @@ use crate::{Error, Model, PassShape, Recompute, Result, Sampler};
 /// Sizes of a [`BatchGenerator`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchOptions {
-    /// Tokens of a pass at most.
+    /// Maximum tokens of a pass.
     pub pass_tokens: usize,
     /// Blocks of the pool.
     pub blocks: usize,
     /// Tokens of a block.
     pub block_length: usize,
-    /// Whether the weights of linear layers get packed copies, on a device that has them: faster, and as large
-    /// as the weights again ([`BatchGenerator::packed_bytes`]).
+    /// Whether linear layers get packed copies of their weights, on a device that packs weights: faster, but takes the
+    /// memory of the weights again ([`BatchGenerator::packed_bytes`]).
     pub pack_weights: bool,
-    /// Whether the bits of a sequence may not depend on the others. Without packed weights this makes passes of many
-    /// tokens slower, with them it is so anyway.
+    /// Whether the bits of a sequence are independent of the other sequences. Packed weights always make them
+    /// independent. Without packed weights the option makes passes of many tokens slower.
     pub independent: bool,
 }
 
 impl BatchOptions {
-    /// Creates a pool of so many tokens in blocks of 16, and passes of at most 512 tokens.
+    /// Returns the sizes of a pool of `tokens` tokens in blocks of 16, and of passes of at most 512 tokens.
     pub fn for_tokens(tokens: usize) -> Self {
         const BLOCK_LENGTH: usize = 16;
         let blocks = tokens.div_ceil(BLOCK_LENGTH);
@@ -56,27 +56,27 @@ pub struct SequenceId(u64);
 pub struct Chunk {
     /// The sequence.
     pub sequence: SequenceId,
-    /// How many of its tokens that are not computed yet, at least one.
+    /// Number of the sequence's tokens to compute, at least one.
     pub tokens: usize,
-    /// Of how many of these, the last ones, the logits are wanted.
+    /// Number of these tokens with wanted logits, counted from the last token.
     pub logits: usize,
 }
 
-/// The tokens of a sequence, and the blocks of those that are computed.
+/// The tokens of a sequence, and the blocks of its computed tokens.
 struct Sequence {
     ids: Vec<u32>,
     prompt: usize,
-    /// Tokens whose keys and values are in its blocks.
+    /// Number of tokens with keys and values in the sequence's blocks.
     computed: usize,
     blocks: Vec<u32>,
-    /// Blocks that the pool remembers, and the content after them.
+    /// Number of blocks that the pool remembers, and the content after them.
     remembered: (usize, u64),
 }
 
 /// Generates several sequences with one model.
 ///
-/// The results of a sequence do not depend on the others, nor on how its prompt is divided into passes: on the
-/// CPU not in a single bit, unless [`BatchOptions::independent`] is false.
+/// The results of a sequence do not depend on the others, nor on the division of its prompt into passes. On the CPU
+/// they are equal to the bit, unless [`BatchOptions::independent`] is false.
 pub struct BatchGenerator<'a, B: Backend, T: Element> {
     model: &'a Model<B, T>,
     options: BatchOptions,
@@ -90,20 +90,20 @@ pub struct BatchGenerator<'a, B: Backend, T: Element> {
     blocks: Blocks<B, T>,
     scratch: Scratch<B, T>,
     normed: Normed<B, T>,
-    /// The normed rows whose logits are wanted, and these; the buffer grows with the number of rows.
+    /// The normed rows with wanted logits, and their logits. The buffer of logits grows with the number of rows.
     rows: B::Buffer<T>,
     logits: B::Buffer<T>,
     /// Cosines and sines of all positions, `[positions, D / 2]` each.
     angles: [Vec<f32>; 2],
 }
 
-/// What the device reads of a pass's tokens.
+/// The device's inputs for the tokens of a pass.
 struct PassInputs<B: Backend> {
     ids: B::Buffer<u32>,
-    /// The row of the cache for each token.
+    /// Each token's row in the cache.
     rows: B::Buffer<u32>,
     block_table: B::Buffer<u32>,
-    /// What attention reads of generated tokens ([`Span::generated`]).
+    /// Attention's inputs for generated tokens ([`Span::generated`]).
     generated: B::Buffer<u32>,
     /// Cosines and sines of the tokens' positions.
     rope: RopeTables<B>,
@@ -122,7 +122,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     /// Allocates the buffers.
     ///
     /// # Errors
-    /// Fails if the device is out of memory or the model is a part, and for sizes of 0.
+    /// Fails if the device is out of memory, if the model is a part, and if a size is 0.
     pub fn new(model: &'a Model<B, T>, options: BatchOptions) -> Result<Self> {
         let BatchOptions { pass_tokens, blocks, block_length, pack_weights, .. } = options;
         if !model.is_whole() {
@@ -142,7 +142,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         let width = pass_tokens * config.hidden_size;
         let shape = PassShape::evaluation(1, pass_tokens, Recompute::Block);
         let sizes = model.pass_sizes(shape)?;
-        // A block of the table is of a token of the pass, or before one in its sequence.
+        // Each token of a pass adds at most the blocks of one sequence to the table.
         let table = pass_tokens * model.positions().div_ceil(block_length).min(blocks).max(1);
         let (cos, sin) = self::table(&config.rope, config.head_dim, model.positions());
         Ok(BatchGenerator {
@@ -175,8 +175,9 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         super::packed::packed_bytes(model)
     }
 
-    /// Adds a sequence with a prompt. Of its first `share` tokens it shares the blocks of an earlier prompt that begins
-    /// alike: these tokens are computed already, so that their logits cannot be wanted. The last token is never among them.
+    /// Adds a sequence with a prompt. Its first `share` tokens, except the prompt's last token, share the blocks of
+    /// earlier prompts with the same beginning. Tokens of shared blocks are already computed, so that their logits
+    /// cannot be wanted.
     ///
     /// # Errors
     /// Fails without tokens, for a token outside the vocabulary, and for more tokens than the model has positions.
@@ -199,13 +200,13 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     /// Appends a generated token, which is not computed yet.
     ///
     /// # Errors
-    /// Fails for an unknown sequence, a token outside the vocabulary, and if the sequence has all of the model's
-    /// positions.
+    /// Fails for an unknown sequence, for a token outside the vocabulary, and if the sequence already has all of the
+    /// model's positions.
     pub fn push(&mut self, id: SequenceId, token: u32) -> Result<()> {
         self.append(id, &[token], false)
     }
 
-    /// Appends tokens, as a part of the prompt or one that was generated.
+    /// Appends tokens: a part of the prompt, or one generated token.
     pub(super) fn append(&mut self, id: SequenceId, tokens: &[u32], is_prompt: bool) -> Result<()> {
         self.check(tokens, self.sequence(id)?.ids.len() + tokens.len())?;
         let sequence = self.sequences.get_mut(&id).ok_or_else(unknown)?;
@@ -216,42 +217,43 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         Ok(())
     }
 
-    /// Removes a sequence, if there is one, and gives its blocks back.
+    /// Removes a sequence, if it exists, and releases its blocks.
     pub fn remove(&mut self, id: SequenceId) {
         for block in self.sequences.remove(&id).into_iter().flat_map(|sequence| sequence.blocks) {
             self.pool.release(block);
         }
     }
 
-    /// Returns the tokens of a sequence that are not computed yet.
+    /// Returns the number of tokens of a sequence that are not computed yet.
     pub fn waiting(&self, id: SequenceId) -> Result<usize> {
         let sequence = self.sequence(id)?;
         Ok(sequence.ids.len() - sequence.computed)
     }
 
-    /// Returns the blocks that a sequence still needs for so many more tokens.
+    /// Returns the number of new blocks that a sequence needs for `tokens` more computed tokens.
     pub fn needed_blocks(&self, id: SequenceId, tokens: usize) -> Result<usize> {
         let sequence = self.sequence(id)?;
         let blocks = (sequence.computed + tokens).div_ceil(self.options.block_length);
         Ok(blocks.saturating_sub(sequence.blocks.len()))
     }
 
-    /// Returns the blocks of the pool that no sequence has.
+    /// Returns the number of blocks that no sequence uses.
     pub fn free_blocks(&self) -> usize {
         self.pool.free()
     }
 
-    /// Returns the sizes that it was made with.
+    /// Returns the sizes of the generator.
     pub fn options(&self) -> BatchOptions {
         self.options
     }
 
-    /// Computes the next tokens of some sequences, each named once. Returns the wanted logits of each chunk,
-    /// `[rows, V]`.
+    /// Computes the next tokens of some sequences, each named once. Returns each chunk's wanted logits, `[rows, V]`.
     ///
     /// # Errors
-    /// Fails without changing anything for an unknown sequence, one that has fewer tokens, several generated tokens
-    /// of one, more tokens than a pass has, and too few free blocks; and if the device fails.
+    /// Fails without changing anything:
+    /// - for an unknown sequence, or a sequence with two chunks,
+    /// - for more tokens than the sequence has to compute, or several generated tokens of a sequence,
+    /// - for more tokens than a pass has, or more blocks than are free.
     pub fn pass(&mut self, chunks: &[Chunk]) -> Result<Vec<Vec<f32>>> {
         let vocabulary = self.model.config.vocab_size;
         let elements = logits_of(chunks) * vocabulary;
@@ -267,12 +269,12 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         Ok(chunks.iter().map(of_chunk).collect())
     }
 
-    /// As [`Self::pass`], but chooses tokens by the wanted logits on the device, of those below `known`: each chunk has a
-    /// request for each of its rows. A token is `None` where the logits are not finite. Records the heads that each token
-    /// computed where they are wanted.
+    /// Computes a pass as [`Self::pass`] does, but chooses tokens below `known` by the wanted logits on the device.
+    /// Each wanted row has a request. A token is `None` where the logits are not finite. If `heads` is given, records
+    /// the heads that each token computed.
     ///
     /// # Errors
-    /// See there; and for another number of requests.
+    /// Fails where [`Self::pass`] fails, and if the number of requests is not the number of wanted rows.
     pub fn pass_choosing(
         &mut self,
         chunks: &[Chunk],
@@ -298,8 +300,8 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         Ok(chunks.iter().map(|chunk| choices.by_ref().take(chunk.logits).collect()).collect())
     }
 
-    /// Computes a pass and the wanted logits, which stay on the device, and returns what `read` makes of them. All of it is
-    /// one call of [`Backend::install`].
+    /// Computes a pass and the wanted logits, which stay on the device, and returns the result of `read`. All of this
+    /// is one call of [`Backend::install`].
     fn compute_pass<R: Send + Default>(
         &mut self,
         chunks: &[Chunk],
@@ -327,8 +329,8 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         Ok(found)
     }
 
-    /// Computes all tokens of a sequence that are not computed yet, in as many passes as they need. Returns the logits
-    /// after the last one, `[V]`, or nothing if none was waiting.
+    /// Computes all waiting tokens of a sequence, in as many passes as they need. Returns the logits after the last
+    /// token, `[V]`, or nothing if no token was waiting.
     pub fn finish_waiting(&mut self, sequence: SequenceId) -> Result<Vec<f32>> {
         match self.last_chunk(sequence)? {
             Some(last) => Ok(self.pass(&[last])?.pop().unwrap_or_default()),
@@ -336,7 +338,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         }
     }
 
-    /// Computes all tokens of a sequence that are not computed yet, of which there is one, and chooses the next one.
+    /// Computes all waiting tokens of a sequence, and chooses the next token. Fails if no token was waiting.
     pub fn next_token(&mut self, sequence: SequenceId, sampler: &mut Sampler) -> Result<u32> {
         let Some(last) = self.last_chunk(sequence)? else {
             return Err(Error::no_token("there are none"));
@@ -349,8 +351,8 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         Ok(choice.token)
     }
 
-    /// Computes the tokens of a sequence that are not computed yet but for the last pass, which it returns; nothing if no
-    /// token was waiting.
+    /// Computes the waiting tokens of a sequence except the last pass, and returns the chunk of the last pass. Returns
+    /// `None` if no token was waiting.
     fn last_chunk(&mut self, sequence: SequenceId) -> Result<Option<Chunk>> {
         let most = self.options.pass_tokens;
         loop {
@@ -367,7 +369,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         self.sequences.get(&id).ok_or_else(unknown)
     }
 
-    /// Checks tokens of a sequence that becomes `length` long.
+    /// Checks new tokens of a sequence with a length of `length` tokens, including them.
     fn check(&self, tokens: &[u32], length: usize) -> Result<()> {
         let positions = self.model.positions();
         if tokens.is_empty() || length > positions {
@@ -417,7 +419,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         }
     }
 
-    /// Gives a chunk's tokens their blocks, and adds them to the pass.
+    /// Allocates blocks for a chunk's tokens, and adds the tokens to the pass.
     fn place(&mut self, chunk: &Chunk, pass: &mut PassTokens) -> Result<()> {
         let (block_length, half) = (self.options.block_length, self.model.config.head_dim / 2);
         let needed = self.needed_blocks(chunk.sequence, chunk.tokens)?;
@@ -430,7 +432,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         pass.ids.extend_from_slice(&sequence.ids[positions.clone()]);
         for position in positions.clone() {
             let block = sequence.blocks[position / block_length] as usize;
-            // The pool's number of rows fits, as that of its elements does.
+            // The pool's number of rows fits, because its number of elements fits.
             pass.rows.push((block * block_length + position % block_length) as u32);
             for (angles, all) in pass.angles.iter_mut().zip(&self.angles) {
                 angles.extend_from_slice(&all[position * half..(position + 1) * half]);
@@ -460,7 +462,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         Ok(backend.upload(sin, B::view_mut(&mut inputs.rope.sin, 0..sin.len()))?)
     }
 
-    /// All blocks and the final norm; records the heads of the tokens where they are wanted.
+    /// Computes all blocks and the final norm. If `heads` is given, records the heads of the tokens.
     fn compute(&mut self, pass: &PassTokens, mut heads: Option<&mut PassHeads>) -> Result<()> {
         let (model, n) = (self.model, pass.ids.len());
         let PassInputs { ids, rows, block_table, generated, rope } = &self.inputs;
@@ -494,7 +496,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         Ok(())
     }
 
-    /// Returns the logits that are wanted, of one chunk after another.
+    /// Computes the wanted logits, of one chunk after another.
     fn compute_logits(&mut self, chunks: &[Chunk], pass: &PassTokens) -> Result<()> {
         let (model, width) = (self.model, self.model.config.hidden_size);
         let mut count = 0;
@@ -521,7 +523,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         model.layers.head.linear.forward(&cx, rows, None, &mut self.logits)
     }
 
-    /// A chunk's tokens are computed: whole blocks of its prompt are remembered.
+    /// Counts a chunk's tokens as computed, and remembers the whole blocks of its prompt.
     fn finish(&mut self, chunk: &Chunk) -> Result<()> {
         let block_length = self.options.block_length;
         let sequence = self.sequences.get_mut(&chunk.sequence).ok_or_else(unknown)?;
@@ -538,7 +540,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
     }
 }
 
-/// So many tokens, for layers of all heads.
+/// Returns `count` tokens, for layers of all heads.
 fn tokens_of<'t, B: Backend, T: Element>(
     model: &Model<B, T>,
     count: usize,
@@ -556,7 +558,7 @@ fn unknown() -> Error {
     Error::invalid("there is no such sequence")
 }
 
-/// The pool has too few free blocks for the tokens of a pass.
+/// Returns the error of a pool with too few free blocks for the tokens of a pass.
 fn no_blocks(needed: usize, free: usize) -> Error {
     Error::Invalid(format!(
         "the cache of keys and values has {free} free blocks, and the next tokens need {needed}: remove \

@@ -1,4 +1,4 @@
-//! The heads that a pass of a [`BatchGenerator`](super::BatchGenerator) has computed of each token.
+//! The heads that a pass of a [`BatchGenerator`](super::BatchGenerator) computed for each token.
 
 use moh_kernels::Memory;
 use moh_kernels::router::Routing;
@@ -16,14 +16,14 @@ struct LayerSelection {
     heads: LayerHeads,
     /// Query heads, H.
     count: usize,
-    /// 1 where a token selected a head, `[tokens, columns]`, of the last `columns` heads; empty in a layer that does
+    /// 1 where a token selected a head, `[tokens, columns]`, for the last `columns` heads; empty in a layer that does
     /// not route.
     selected: Vec<u8>,
     columns: usize,
 }
 
 impl PassHeads {
-    /// Adds the next layer, with `count` query heads; its routing, if tokens select heads.
+    /// Adds the next layer, with `count` query heads, and its routing if tokens select heads.
     pub(super) fn push<M: Memory>(
         &mut self,
         memory: &M,
@@ -41,10 +41,10 @@ impl PassHeads {
         Ok(())
     }
 
-    /// For each layer, the query heads that token `row` of the pass computed, in ascending order.
+    /// Returns the query heads of each layer that token `row` of the pass computed, in ascending order.
     ///
     /// # Panics
-    /// Panics for a token beyond those of the pass.
+    /// Panics if the pass has no such token.
     pub fn of_token(&self, row: usize) -> Vec<Vec<usize>> {
         self.layers.iter().map(|layer| layer.of_token(row)).collect()
     }

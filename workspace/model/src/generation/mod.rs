@@ -14,7 +14,7 @@ pub(crate) use packed::PackedWeights;
 
 use crate::{Error, Model, Result, Sampler};
 
-/// A sequence that is being generated, alone.
+/// Generates one sequence.
 pub struct Generator<'a, B: Backend, T: Element> {
     batch: BatchGenerator<'a, B, T>,
     sequence: Option<SequenceId>,
@@ -23,16 +23,15 @@ pub struct Generator<'a, B: Backend, T: Element> {
 }
 
 impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
-    /// Allocates the buffers of a sequence of up to `capacity` tokens; the model must have as many
-    /// positions.
+    /// Allocates the buffers of a sequence of up to `capacity` tokens.
     ///
     /// # Errors
-    /// Fails if the device is out of memory, and if the model has fewer positions or is a part.
+    /// Fails if the device is out of memory, and if the model has fewer positions than `capacity` or is a part.
     pub fn new(model: &'a Model<B, T>, capacity: usize) -> Result<Self> {
         Self::with_options(model, capacity, BatchOptions::for_tokens(capacity))
     }
 
-    /// Returns the same with other sizes of passes and blocks.
+    /// Returns a generator with the given sizes of passes and blocks.
     pub fn with_options(
         model: &'a Model<B, T>,
         capacity: usize,
@@ -42,7 +41,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
             return Err(Error::too_long(capacity, model.positions()));
         }
         let (pass_tokens, blocks) = (options.pass_tokens.min(capacity), options.blocks);
-        // There is no other sequence to be independent of.
+        // There is no other sequence that could change this sequence's bits.
         let options = BatchOptions {
             pass_tokens: pass_tokens.max(1),
             blocks: blocks.max(1),
@@ -53,7 +52,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         Ok(Generator { batch, sequence: None, position: 0, capacity })
     }
 
-    /// Returns the tokens so far.
+    /// Returns the number of tokens so far.
     pub fn position(&self) -> usize {
         self.position
     }
@@ -67,7 +66,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         self.batch.finish_waiting(sequence)
     }
 
-    /// Appends tokens and chooses the one after them on the device.
+    /// Appends tokens and chooses the next token on the device.
     pub fn next_token(&mut self, ids: &[u32], sampler: &mut Sampler) -> Result<u32> {
         let sequence = self.append(ids)?;
         self.batch.next_token(sequence, sampler)

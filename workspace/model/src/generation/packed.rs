@@ -1,5 +1,5 @@
-//! Packed copies of the linear layers' weights, where a device has them: a layer of few tokens is faster with
-//! one.
+//! Packed copies of the linear layers' weights, on devices that pack weights: a layer is faster with a packed weight if
+//! it has few tokens.
 
 use std::collections::HashMap;
 
@@ -9,13 +9,13 @@ use crate::layers::Linear;
 use crate::parameters::ParameterRange;
 use crate::{Model, Result};
 
-/// The packed weights of a model; none on a device that does not pack them.
+/// The packed weights of a model; empty on a device that does not pack weights.
 pub(crate) struct PackedWeights<B: Backend> {
     weights: HashMap<ParameterRange, B::Buffer<u32>>,
 }
 
 impl<B: Backend> PackedWeights<B> {
-    /// Packs all linear layers' weights.
+    /// Packs the weights of all linear layers.
     pub fn new<T: Element>(model: &Model<B, T>) -> Result<Self> {
         let (backend, mut weights) = (&model.backend, HashMap::new());
         for Linear { weight, outputs, inputs } in model.layers.linear_layers() {
@@ -30,7 +30,7 @@ impl<B: Backend> PackedWeights<B> {
         Ok(PackedWeights { weights })
     }
 
-    /// That of a weight.
+    /// Returns the packed copy of a weight.
     pub fn get(&self, range: &ParameterRange) -> Option<View<'_, B, u32>> {
         self.weights.get(range).map(|packed| B::whole(packed))
     }

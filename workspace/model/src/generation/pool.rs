@@ -1,31 +1,30 @@
-//! A pool of blocks, which hold the keys and values of some tokens each, and the sequences that use them.
-//! Blocks of prompts are remembered by their tokens and those before them, so that a later prompt with the
-//! same beginning shares them. Of the blocks that no sequence uses, the one that was left first is given away
-//! first, and its content forgotten.
+//! A pool of blocks, which store the keys and values of some tokens each, and the sequences that use the blocks. The
+//! pool remembers blocks of prompts by their tokens and the tokens before them, so that later prompts with the same
+//! beginning share the blocks. A new allocation reuses the block that was released first, and forgets its content.
 
 use std::collections::{BTreeMap, HashMap};
 
 /// The content before the first block of a prompt.
 const ROOT: u64 = 0;
 
-/// The content of a block: what is before it, and its tokens.
+/// The content of a block: the number of the content before it, and its tokens.
 type Key = (u64, Box<[u32]>);
 
 #[derive(Debug, Clone, Default)]
 struct Block {
     users: u32,
-    /// When the last one left, if there is none.
+    /// Time at which the last user released the block, if it has no user.
     left: u64,
-    /// Its content, if it is remembered.
+    /// The block's content, if the pool remembers it.
     content: Option<Key>,
 }
 
-/// Who uses which block.
+/// The blocks with their users and contents.
 #[derive(Debug)]
 pub(super) struct BlockPool {
     block_length: usize,
     blocks: Vec<Block>,
-    /// Blocks without a user, by when the last one left.
+    /// Blocks without a user, by the time of their release.
     free: BTreeMap<u64, u32>,
     /// The block of a content, and the content's number.
     contents: HashMap<Key, (u32, u64)>,
@@ -47,12 +46,12 @@ impl BlockPool {
         }
     }
 
-    /// Returns the blocks that nobody uses.
+    /// Returns the number of blocks that no sequence uses.
     pub fn free(&self) -> usize {
         self.free.len()
     }
 
-    /// Returns a block of one's own, whose content is forgotten; `None` if all are in use.
+    /// Returns an unused block and forgets its content; `None` if all blocks are in use.
     pub fn allocate(&mut self) -> Option<u32> {
         let (_, block) = self.free.pop_first()?;
         let entry = &mut self.blocks[block as usize];
@@ -63,7 +62,7 @@ impl BlockPool {
         Some(block)
     }
 
-    /// Gives up a block.
+    /// Removes one user of a block.
     pub fn release(&mut self, block: u32) {
         let entry = &mut self.blocks[block as usize];
         entry.users -= 1;
@@ -73,7 +72,8 @@ impl BlockPool {
         }
     }
 
-    /// Takes the remembered blocks with which `tokens` begin; also the content after them.
+    /// Adds a user to the remembered blocks at the beginning of `tokens`. Returns these blocks and the content after
+    /// them.
     pub fn share(&mut self, tokens: &[u32]) -> (Vec<u32>, u64) {
         let (mut shared, mut content) = (Vec::new(), ROOT);
         for tokens in tokens.chunks_exact(self.block_length) {
@@ -90,8 +90,8 @@ impl BlockPool {
         (shared, content)
     }
 
-    /// Remembers a block's tokens after a content; returns the content after it. A content that another block has
-    /// already is not remembered again.
+    /// Remembers a block's tokens after the content `before`, and returns the content after them. If another block
+    /// already has this content, the block is not remembered.
     pub fn remember(&mut self, block: u32, before: u64, tokens: &[u32]) -> u64 {
         let key = (before, Box::from(tokens));
         if let Some(&(_, number)) = self.contents.get(&key) {
@@ -118,7 +118,7 @@ mod tests {
         let content = pool.remember(first, ROOT, &[1, 2]);
         assert_eq!(pool.remember(second, content, &[3, 4]), content + 1);
         assert_eq!(pool.share(&[1, 2, 3, 4, 5]), (vec![first, second], content + 1));
-        // Whole blocks are shared, and a block begins after the same tokens.
+        // Whole blocks are shared, and only after the same tokens.
         assert_eq!(pool.share(&[1, 2, 3]), (vec![first], content));
         assert_eq!(pool.share(&[3, 4, 5]).0, Vec::<u32>::new());
         assert_eq!(pool.free(), 2);
@@ -147,8 +147,8 @@ mod tests {
     }
 
     proptest! {
-        /// However blocks are taken and given back, each is free or has its users, and shared blocks have the
-        /// tokens that were remembered.
+        /// In any order of shares, allocations and releases, each block is free or has its users. Shared blocks have
+        /// the tokens that were remembered.
         #[test]
         fn users_are_counted(steps in prop::collection::vec((0u32..3, 0u32..3, 1usize..6), 1..60)) {
             const BLOCKS: usize = 8;

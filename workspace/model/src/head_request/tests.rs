@@ -1,4 +1,4 @@
-//! Tests of head counts by what a user asks for.
+//! Tests of the head counts for users' requests.
 
 use super::RouterKind::{Group, QueryNorm, Static};
 use super::*;
@@ -11,7 +11,7 @@ fn share(share: f64) -> HeadRequest {
     HeadRequest { active: Some(Active::Share(share)), ..HeadRequest::default() }
 }
 
-/// Shared heads and routed top-k of one layer.
+/// Returns the shared heads and routed top-k of one layer.
 fn resolved(request: &HeadRequest, heads: usize) -> Result<(usize, usize), String> {
     let moh = request.resolve(heads, heads, 1, None).map_err(|error| error.to_string())?;
     let layer = moh.layer(0);
@@ -135,7 +135,7 @@ fn every_layer_meets_the_share() {
     assert!(message.starts_with("shared_heads of layer 0 = 6: the default share"), "{message}");
     let message = request(Some(0.9)).resolve(8, 8, 2, None).unwrap_err().to_string();
     assert!(message.starts_with("shared_heads has 3 entries"), "{message}");
-    // A layer whose heads are all shared is dense, whatever the default.
+    // A layer that shares all heads is dense, whatever the default.
     let dense =
         HeadRequest { shared_heads: Some(counts(&[8, 4]).into()), ..HeadRequest::default() };
     assert_eq!(dense.resolve(8, 8, 2, None).unwrap().routed_top_k, counts(&[0, 2]));
@@ -190,7 +190,7 @@ fn a_share_between_two_counts_says_what_it_became() {
     assert_eq!(default, became("the default share of 0.75 of 6 heads: 5 of 6, 0.833"));
 }
 
-/// Of 32 heads that read 8 key/value heads, or 8 that read 4.
+/// With 32 heads that read 8 key/value heads, or 8 heads that read 4.
 #[test]
 fn a_share_becomes_counts_that_a_router_can_route() {
     for (router, heads, kv_heads, active, expected) in [

@@ -32,10 +32,10 @@ pub(crate) struct Attention {
     pub router: Option<RouterLayer>,
 }
 
-/// What the backward pass reads and is not cheap to recompute. With tensor parallelism H and G are
-/// the rank's local heads.
+/// The activations of attention for its backward pass that are expensive to recompute. With tensor parallelism H and G
+/// are the rank's local heads.
 pub(crate) struct SavedAttention<M: Memory, T: Element> {
-    /// Queries, keys and values, `[N, (H + 2G) D]`: rotated in place, or else as projected.
+    /// Queries, keys and values, `[N, (H + 2G) D]`: rotated if the rotation is in place, otherwise as projected.
     pub qkv: M::Buffer<T>,
     /// Attention's output before the output projection, `[N, H D]`.
     pub attended: M::Buffer<T>,
@@ -43,7 +43,7 @@ pub(crate) struct SavedAttention<M: Memory, T: Element> {
     pub log_sum_exp: M::Buffer<f32>,
     /// The routing, in a model with a router.
     pub routing: Option<Routing<M>>,
-    /// Where a router by logits computes them and, in the backward pass, their gradients.
+    /// The logits of a router by logits; in the backward pass their gradients.
     pub logits: M::Buffer<T>,
 }
 
@@ -66,14 +66,14 @@ pub(crate) struct LayerCache<B: Backend, T: Element> {
     pub values: B::Buffer<T>,
 }
 
-/// The cache of a layer in a pass of generation, and where the pass's tokens are in it.
+/// The cache of a layer in a pass of generation, and the places of the pass's tokens in it.
 pub(crate) struct CachedTokens<'a, B: Backend, T: Element> {
     pub layer: &'a mut LayerCache<B, T>,
     /// The place of each token in the cache, `[N]` or more.
     pub rows: &'a B::Buffer<u32>,
-    /// The first `blocks` are the sequences'.
+    /// The sequences' blocks: the first `blocks` entries.
     pub block_table: &'a B::Buffer<u32>,
-    /// What the operator reads of generated tokens.
+    /// The operator's inputs for generated tokens.
     pub generated: &'a B::Buffer<u32>,
     pub blocks: usize,
     pub block_length: usize,
@@ -83,9 +83,9 @@ pub(crate) struct CachedTokens<'a, B: Backend, T: Element> {
 
 pub(crate) struct AttentionBuffers<'a, B: Backend, T: Element> {
     pub saved: &'a mut SavedAttention<B, T>,
-    /// The copy of [`Rotation::NormedRope`], else empty.
+    /// The copy of [`Rotation::NormedRope`]; empty with rotation in place.
     pub rotated: &'a mut B::Buffer<T>,
-    /// In generation.
+    /// Only in generation.
     pub cache: Option<CachedTokens<'a, B, T>>,
 }
 
@@ -125,7 +125,7 @@ impl Attention {
         self.project_output(cx, saved, gathered, sum)
     }
 
-    /// Adds the output projection of what [`Self::attend`] has computed to the residual stream.
+    /// Adds the output projection of the heads' outputs from [`Self::attend`] to the residual stream.
     pub fn project_output<B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
@@ -137,7 +137,7 @@ impl Attention {
         self.output.add_to_stream(cx, attended, gathered, sum)
     }
 
-    /// Queries, keys and values of `x`, `[M, C]`, before RoPE. Returns `x` of all tokens, `[N, C]`.
+    /// Computes queries, keys and values of `x`, `[M, C]`, before RoPE. Returns `x` of all tokens, `[N, C]`.
     pub fn project<'v, B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
@@ -150,8 +150,8 @@ impl Attention {
         Ok(x)
     }
 
-    /// Returns the outputs of the local heads by rotated queries and keys, `[N, H D]`; of the heads that a
-    /// token selected.
+    /// Computes and returns the outputs of the local heads, `[N, H D]`, from rotated queries and keys. With a router
+    /// computes only the heads that a token selected.
     pub fn attend<'v, B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
@@ -194,8 +194,7 @@ impl Attention {
         Ok(B::view(attended, 0..queries))
     }
 
-    /// From the gradient of the residual stream computes that of `x` in `d.hidden`, and returns its
-    /// range.
+    /// Computes the gradient of `x` from the gradient of the residual stream, in `d.hidden`, and returns its range.
     pub fn backward<B: Backend, T: Element, G: Element>(
         &self,
         cx: &mut BackwardContext<'_, B, T, G>,
@@ -229,12 +228,13 @@ impl Attention {
         self.qkv.backward(cx, x, B::view(d_qkv, all), gathered, &mut d.hidden, accumulation)
     }
 
-    /// Returns the routing of a layer that has a router; others have a buffer for it.
+    /// Returns the routing of a layer with a router; layers without a router may have an unused buffer.
     fn routing<'v, B: Backend>(&self, routing: Option<&'v Routing<B>>) -> Option<&'v Routing<B>> {
         routing.filter(|_| self.router.is_some())
     }
 
-    /// Causal attention of the heads that `routing` selected, or of all heads without a routing.
+    /// Returns the arguments of causal attention of the heads that `routing` selected, or of all heads without a
+    /// routing.
     fn args<'v, B: Backend, T: Element>(
         &self,
         cx: &Context<'v, B, T>,

@@ -24,7 +24,7 @@ pub(crate) struct SavedBlock<M: Memory, T: Element> {
     /// The residual stream after attention, `[M, C]`.
     pub h: M::Buffer<T>,
     /// Gate and up projections of the MLP, `[N, 2I]`. SwiGLU's output is not saved: its backward pass computes it
-    /// beside the gradients.
+    /// together with the gradients.
     pub gate_up: M::Buffer<T>,
 }
 
@@ -41,8 +41,7 @@ impl<M: Memory, T: Element> SavedBlock<M, T> {
 
 pub(crate) struct RecomputableBlock<M: Memory, T: Element> {
     pub attention_norm: Normed<M, T>,
-    /// Queries and keys as attention reads them, and values, where they are not rotated in place;
-    /// `[N, (H + 2G) D]`.
+    /// Attention's queries, keys and values where they are not rotated in place, otherwise empty; `[N, (H + 2G) D]`.
     pub rotated: M::Buffer<T>,
     pub mlp_norm: Normed<M, T>,
 }
@@ -57,7 +56,7 @@ impl<M: Memory, T: Element> RecomputableBlock<M, T> {
     }
 }
 
-/// The buffers of one block: its own, or those that the blocks share and recompute.
+/// The buffers of one block: its own buffers, or buffers that the blocks share and recompute.
 pub(crate) struct BlockBuffers<'a, M: Memory, T: Element> {
     pub saved: &'a mut SavedBlock<M, T>,
     pub recomputable: &'a mut RecomputableBlock<M, T>,
@@ -71,8 +70,7 @@ impl Block {
         [qkv, output, &mlp.gate_up, &mlp.down].into_iter().cloned().chain(router)
     }
 
-    /// Computes the residual stream after the block, `y`, from the one before it, `x`; both `[M,
-    /// C]`.
+    /// Computes the residual stream after the block, `y`, from the residual stream before it, `x`; both `[M, C]`.
     pub fn forward<B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
@@ -95,7 +93,7 @@ impl Block {
         self.add_mlp(cx, h, mlp_norm, gate_up, scratch, y)
     }
 
-    /// Returns the second part of [`Self::forward`]: `y = h + mlp(norm(h))`.
+    /// Computes the second part of [`Self::forward`]: `y = h + mlp(norm(h))`.
     pub fn add_mlp<B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
@@ -110,8 +108,8 @@ impl Block {
         self.mlp.forward(cx, normed, gate_up, scratch, ResidualSum { x: h, y })
     }
 
-    /// Returns the backward pass: replaces the gradient of `y` in `d.residual` by that of `x`, and adds the
-    /// gradients of the parameters, or overwrites stale ones.
+    /// Computes the backward pass: replaces the gradient of `y` in `d.residual` by the gradient of `x`. Adds the
+    /// gradients of the parameters, or overwrites stale gradients.
     pub fn backward<B: Backend, T: Element, G: Element>(
         &self,
         cx: &mut BackwardContext<'_, B, T, G>,

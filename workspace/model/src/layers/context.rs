@@ -1,5 +1,5 @@
-//! What the layers of a pass share: the device, the parameters, the tokens, the ranks with the
-//! other parts of each tensor, and buffers of which one at a time is in use.
+//! The context that the layers of a pass share: the device, the parameters, the tokens, the ranks with the other parts
+//! of each tensor, and buffers that layers use in turn.
 //!
 //! With tensor parallelism each rank has the residual stream of some of the tokens (sequence
 //! parallelism). Rows are all-gathered before a matmul, and its result is reduce-scattered.
@@ -16,7 +16,7 @@ use crate::model_parallel::{TensorShare, TokenShare};
 use crate::parameters::ParameterRange;
 use crate::{FlatBuffers, ModelParallel, PassSizes, Result};
 
-/// The tokens that a pass computes; they may be fewer than the buffers' capacity.
+/// The tokens that a pass computes, at most the buffers' capacity.
 pub(crate) struct Tokens<'a, B: Backend> {
     /// Sequences, their tokens, and the local heads.
     pub shape: QkvShape,
@@ -24,12 +24,12 @@ pub(crate) struct Tokens<'a, B: Backend> {
     pub first_position: usize,
     /// Start of each token's document; `[N]`.
     pub document_start: Option<&'a B::Buffer<u32>>,
-    /// Whether each token's results may not depend on the number of tokens of the pass.
+    /// Whether each token's results must not depend on the number of tokens of the pass.
     pub independent: bool,
 }
 
 impl<B: Backend> Tokens<'_, B> {
-    /// Whole sequences without a document mask.
+    /// Returns whole sequences without a document mask.
     pub fn whole(shape: QkvShape) -> Self {
         Tokens { shape, first_position: 0, document_start: None, independent: false }
     }
@@ -43,7 +43,7 @@ impl<B: Backend> Clone for Tokens<'_, B> {
 
 impl<B: Backend> Copy for Tokens<'_, B> {}
 
-/// What every layer of a pass reads.
+/// The inputs of every layer of a pass.
 pub(crate) struct Context<'a, B: Backend, T: Element> {
     pub backend: &'a B,
     pub weights: &'a FlatBuffers<B, T>,
@@ -54,8 +54,8 @@ pub(crate) struct Context<'a, B: Backend, T: Element> {
     pub tokens: Tokens<'a, B>,
 }
 
-/// What every layer of a backward pass uses: the context of the forward pass, and the gradients of
-/// the parameters, which layers add to.
+/// The context of every layer of a backward pass: the context of the forward pass, and the gradients of the parameters,
+/// which layers add to.
 pub(crate) struct BackwardContext<'a, B: Backend, T: Element, G: Element> {
     pub forward: Context<'a, B, T>,
     pub gradients: &'a mut FlatBuffers<B, G>,
@@ -96,16 +96,16 @@ impl<M: Memory, T: Element> Scratch<M, T> {
     }
 }
 
-/// Gradients of activations, which the layers of a backward pass hand on.
+/// Gradients of activations, which each layer of a backward pass leaves to the next layer.
 pub(crate) struct ActivationGradients<M: Memory, T: Element> {
-    /// Of the residual stream, `[M, C]`.
+    /// Gradient of the residual stream, `[M, C]`.
     pub residual: M::Buffer<T>,
-    /// Of a norm's output, `[N, C]`, or of attention's, `[N, H D]`.
+    /// Gradient of a norm's output, `[N, C]`, or of attention's output, `[N, H D]`.
     pub hidden: M::Buffer<T>,
     /// `<dO, O>` of the local heads, `[N, H]`.
     pub delta: M::Buffer<f32>,
-    /// With tensor parallelism: `<dO, O>` of the routed heads of all ranks, `[N, R]`, or of all
-    /// heads, if a router weights them.
+    /// With tensor parallelism: `<dO, O>` of the routed heads of all ranks, `[N, R]`. If a router weighs heads, of all
+    /// heads.
     pub deltas: M::Buffer<f64>,
 }
 
@@ -142,7 +142,7 @@ impl<B: Backend, T: Element> Context<'_, B, T> {
         self.parallel.part().tensor
     }
 
-    /// This rank's rows of a vocabulary.
+    /// Returns this rank's rows of a vocabulary.
     pub fn vocabulary(&self, size: usize) -> VocabularyRows {
         VocabularyRows::of_rank(size, self.share().rank, self.share().ranks)
     }
@@ -152,13 +152,13 @@ impl<B: Backend, T: Element> Context<'_, B, T> {
         self.share().ranks > 1
     }
 
-    /// Returns the tokens whose residual stream this rank has.
+    /// Returns the share of tokens with a residual stream on this rank.
     pub fn own_tokens(&self) -> TokenShare {
         self.share().tokens(self.num_tokens())
     }
 
-    /// All-gathers rows of `width` elements of all tokens from the ranks' own rows, into
-    /// `gathered`; without tensor parallelism returns the own rows.
+    /// All-gathers rows of `width` elements from the ranks' own rows into `gathered`, and returns the rows of all
+    /// tokens. Without tensor parallelism returns the own rows.
     pub fn all_gather<'v>(
         &self,
         width: usize,
@@ -175,8 +175,7 @@ impl<B: Backend, T: Element> Context<'_, B, T> {
         Ok(B::view(gathered, 0..self.num_tokens() * width))
     }
 
-    /// Reduce-scatters the rows of `width` elements in `partial`; returns the range of this rank's
-    /// rows in it.
+    /// Reduce-scatters the rows of `width` elements in `partial`; returns the range of this rank's rows in `partial`.
     pub fn reduce_scatter(&self, width: usize, partial: &mut B::Buffer<T>) -> Result<Range<usize>> {
         let share = self.own_tokens();
         let start = share.start() * width;
@@ -187,7 +186,8 @@ impl<B: Backend, T: Element> Context<'_, B, T> {
         Ok(start..start + share.local() * width)
     }
 
-    /// Returns the all-reduce over the tensor-parallel ranks, for operators that need it before their end.
+    /// Returns a function that all-reduces over the tensor-parallel ranks, for operators that need sums before their
+    /// end.
     pub fn sum_over_ranks(
         &self,
     ) -> impl for<'v> Fn(ViewMut<'v, B, f64>) -> moh_kernels::Result<()> + Sync {

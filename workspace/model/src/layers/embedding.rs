@@ -1,4 +1,4 @@
-//! The embedding of tokens, whose rows tensor-parallel ranks divide.
+//! The embedding of tokens. Tensor-parallel ranks divide its rows.
 
 use moh_kernels::embedding::{EmbeddingBackward, EmbeddingForward};
 use moh_kernels::{Backend, Element, View, span};
@@ -47,7 +47,7 @@ impl Embedding {
         Ok(backend.copy(B::view(partial, own), out)?)
     }
 
-    /// Adds the gradient of the table, given the residual stream's.
+    /// Adds the gradient of the table, given the gradient of the residual stream.
     pub fn backward<B: Backend, T: Element, G: Element>(
         &self,
         cx: &mut BackwardContext<'_, B, T, G>,

@@ -14,13 +14,13 @@ use crate::{Error, ModelConfig, PassRole, PassSizes, Result, StepSums, Teacher};
 /// The logits of the normed residual stream, and their cross-entropy.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Head {
-    /// Its weight is the embedding's in a tied model.
+    /// In a tied model the weight is the embedding's.
     pub linear: Linear,
     vocabulary: usize,
 }
 
-/// The buffers of the head, whose backward pass immediately follows its forward pass; they are
-/// empty on stages without it, and those of the loss on a teacher.
+/// The buffers of the head. Its backward pass immediately follows its forward pass. All buffers are empty on stages
+/// without the head, and the loss's buffers are empty on a teacher.
 pub(crate) struct HeadBuffers<M: Memory, T: Element> {
     pub normed: Normed<M, T>,
     scratch: M::Buffer<f32>,
@@ -55,7 +55,7 @@ pub(crate) struct HeadPass<'a, B: Backend, T: Element> {
     pub buffers: &'a mut HeadBuffers<B, T>,
     pub scratch: &'a mut Scratch<B, T>,
     pub sums: &'a mut StepSums<B>,
-    /// Whose distribution the loss compares, and the gradient of the total loss with respect to a token's distillation
+    /// The teacher of the distillation loss, and the gradient of the total loss with respect to a token's distillation
     /// loss.
     pub teacher: Option<(&'a Teacher<B, T>, f32)>,
 }
@@ -80,9 +80,8 @@ impl Head {
         self.cross_entropy::<B, T, f32>(cx, pass, None)
     }
 
-    /// Adds the cross-entropy to the sums and `scale` times its gradient to that of the weight,
-    /// writes the gradient of the head's input to `d.hidden`, and returns the range of the rank's
-    /// own tokens in it.
+    /// Adds the cross-entropy to the sums, and `scale` times its gradient to the weight's gradient. Writes the gradient
+    /// of the head's input to `d.hidden`, and returns the range of the rank's own tokens in it.
     pub fn loss_and_backward<B: Backend, T: Element, G: Element>(
         &self,
         cx: &mut BackwardContext<'_, B, T, G>,

@@ -1,6 +1,5 @@
-//! Linear layers without bias, divided among tensor-parallel ranks by the columns or the rows of
-//! the weight's transpose (arXiv 1909.08053): each rank computes some of the outputs, or its part
-//! of the sum over the inputs.
+//! Linear layers without bias. Tensor-parallel ranks divide them by the columns or the rows of the weight's transpose
+//! (arXiv 1909.08053): each rank computes some of the outputs, or its part of the sum over the inputs.
 
 use std::ops::Range;
 
@@ -28,13 +27,12 @@ pub(crate) struct ResidualSum<'a, B: Backend, T: Element> {
 }
 
 impl Linear {
-    /// Where the local rows of a matrix with `inputs` columns are.
+    /// Returns the layer with the local rows `weight` of a matrix with `inputs` columns.
     pub fn at(weight: ParameterRange, inputs: usize) -> Self {
         Linear { outputs: weight.range.len() / inputs.max(1), weight, inputs }
     }
 
-    /// Lists the matrices, one below another, whose names and outputs are `outputs`; ranks divide the outputs by
-    /// `by`.
+    /// Lists matrices with the names and outputs of `outputs`, one below another; ranks divide the outputs by `by`.
     pub fn by_outputs(
         list: &mut TensorList<'_>,
         outputs: &[(&str, usize)],
@@ -46,7 +44,7 @@ impl Linear {
         Self::at(ParameterRange::joined(parts), inputs)
     }
 
-    /// Lists the matrix, whose inputs ranks divide by `by`.
+    /// Lists a matrix; ranks divide its inputs by `by`.
     pub fn by_inputs(
         list: &mut TensorList<'_>,
         name: &str,
@@ -76,8 +74,8 @@ impl Linear {
         })?)
     }
 
-    /// Adds the product of x, `[N, inputs]`, of which a rank has some of the columns, to the residual stream
-    /// of the rank's own tokens.
+    /// Adds the product of x, `[N, inputs]`, to the residual stream of the rank's own tokens. With tensor parallelism x
+    /// has only the rank's columns.
     pub fn add_to_stream<B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
@@ -93,8 +91,8 @@ impl Linear {
         Ok(cx.backend.add(residual, B::view(partial, own), B::view_mut(sum.y, 0..len))?)
     }
 
-    /// Adds the gradient of the weight, and writes or adds that of x, `[M, inputs]` of the rank's own tokens, to
-    /// `d_x`, where it returns their range.
+    /// Adds the gradient of the weight. Writes or adds the gradient of x, `[M, inputs]` for the rank's own tokens, in
+    /// `d_x`, and returns its range.
     pub fn backward<B: Backend, T: Element, G: Element>(
         &self,
         cx: &mut BackwardContext<'_, B, T, G>,

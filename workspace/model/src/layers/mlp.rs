@@ -57,8 +57,8 @@ impl Mlp {
         self.gate_up.forward(cx, x, None, gate_up)
     }
 
-    /// From the gradient of the residual stream computes that of `x` in `d.hidden`, and returns its
-    /// range; the gradient of gate and up overwrites their values.
+    /// Computes the gradient of `x` from the gradient of the residual stream, in `d.hidden`, and returns its range. The
+    /// gradients of gate and up overwrite their values.
     pub fn backward<B: Backend, T: Element, G: Element>(
         &self,
         cx: &mut BackwardContext<'_, B, T, G>,

@@ -1,10 +1,9 @@
 //! The layers of a model. Each file has one layer: its tensors, the buffers that its forward pass
 //! saves, and a handwritten backward pass directly below the forward pass.
 //!
-//! A layer is plain data: where its parameters are, and sizes. The device, the parameters
-//! themselves and the tokens of a pass are its [`Context`]. Layers that tensor-parallel ranks
-//! divide gather their inputs and reduce their outputs themselves; all others see the rank's own
-//! rows of the residual stream.
+//! A layer is plain data: sizes, and the ranges of its parameters. Its [`Context`] has the device, the parameters and
+//! the tokens of a pass. Layers that tensor-parallel ranks divide gather their inputs and reduce their outputs
+//! themselves. All other layers see the rank's own rows of the residual stream.
 
 pub(crate) mod attention;
 mod block;

@@ -1,4 +1,4 @@
-//! Norms of each query and key (arXiv 2302.05442), as Qwen3 has them before RoPE.
+//! Norms of each query and key (arXiv 2302.05442), which Qwen3 applies before RoPE.
 
 use moh_kernels::qk_norm::{QkNormBackward, QkNormForward};
 use moh_kernels::{Backend, Element, View, ViewMut};
@@ -8,7 +8,7 @@ use crate::Result;
 use crate::parameters::ParameterRange;
 use crate::tensors::TensorList;
 
-/// RMSNorm of every head's query and key, with one weight, `[D]`, for queries and one for keys.
+/// RMSNorm of every head's query and key, with one weight, `[D]`, for queries and another for keys.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct QkNorm {
     weight: ParameterRange,
@@ -22,7 +22,7 @@ impl QkNorm {
         QkNorm { weight: ParameterRange::joined([queries, keys]), eps }
     }
 
-    /// Writes normed queries and keys, and the values as they are, `[N, (H + 2G) D]`.
+    /// Writes normed queries and keys, and the unchanged values, `[N, (H + 2G) D]`.
     pub fn forward<B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
@@ -39,8 +39,8 @@ impl QkNorm {
         Ok(())
     }
 
-    /// Replaces the gradients of normed queries and keys by those of `qkv`, and adds the gradients
-    /// of the weights.
+    /// Replaces the gradients of normed queries and keys by the gradients of `qkv`, and adds the gradients of the
+    /// weights.
     pub fn backward<B: Backend, T: Element, G: Element>(
         &self,
         cx: &mut BackwardContext<'_, B, T, G>,

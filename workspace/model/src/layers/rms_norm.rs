@@ -39,7 +39,7 @@ impl RmsNorm {
         RmsNorm { weight: list.norm(name, width), eps }
     }
 
-    /// Returns the norms the residual stream `x`, `[M, C]`; returns the output.
+    /// Norms the residual stream `x`, `[M, C]`, and returns the output.
     pub fn forward<'v, B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
@@ -57,8 +57,8 @@ impl RmsNorm {
         Ok(&normed.y)
     }
 
-    /// Adds the gradient of `x` to that of the residual stream, given the range of the output's
-    /// gradient in `d.hidden`, and the gradient of the weight.
+    /// Adds the gradient of `x` to the gradient of the residual stream, and the gradient of the weight. `d_y` is the
+    /// range of the output's gradient in `d.hidden`.
     pub fn backward<B: Backend, T: Element, G: Element>(
         &self,
         cx: &mut BackwardContext<'_, B, T, G>,

@@ -16,7 +16,7 @@ pub(crate) struct RopeTables<M: Memory> {
 }
 
 impl<M: Memory> RopeTables<M> {
-    /// Allocates zeros for this many positions.
+    /// Allocates tables of zeros for `positions` positions.
     pub fn zeros(memory: &M, head_dim: usize, positions: usize) -> Result<Self> {
         let len = positions * (head_dim / 2);
         Ok(RopeTables { cos: memory.allocate(len)?, sin: memory.allocate(len)? })

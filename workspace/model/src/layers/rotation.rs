@@ -1,5 +1,5 @@
-//! From the query, key and value projections to what attention reads: each token's heads are
-//! selected, and queries and keys are rotated.
+//! The step from the query, key and value projections to attention: selects each token's heads, and rotates queries and
+//! keys.
 //!
 //! A router reads the projection's output, before query norms: normed queries have nearly equal
 //! norms, which carry no information about a head.
@@ -11,7 +11,7 @@ use super::router::RouterInputs;
 use super::{ActivationGradients, BackwardContext, Context, QkNorm, RouterLayer};
 use crate::Result;
 
-/// How queries and keys become those that attention reads.
+/// The step from projected queries and keys to attention's queries and keys.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Rotation {
     /// RoPE, in place.
@@ -22,7 +22,7 @@ pub(crate) enum Rotation {
 }
 
 impl Rotation {
-    /// Queries, keys and values as attention reads them.
+    /// Returns the queries, keys and values that attention reads.
     pub fn rotated<'v, S>(&self, projected: &'v S, copy: &'v S) -> &'v S {
         match self {
             Rotation::Rope => projected,
@@ -30,8 +30,8 @@ impl Rotation {
         }
     }
 
-    /// Selects each token's heads, if there is a router, by the block's normed input of all tokens
-    /// and by queries, keys and values, and rotates queries and keys.
+    /// Rotates queries and keys. If there is a router, first selects each token's heads by the block's normed input of
+    /// all tokens and by queries, keys and values.
     pub fn forward<B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
@@ -63,9 +63,9 @@ impl Rotation {
         Ok(cx.backend.rope_forward(cx.rope_args(B::view_mut(rotated, all)))?)
     }
 
-    /// Replaces the gradients of queries and keys in `d_qkv`, as attention reads them, by the
-    /// gradients of the projection's output, including the router's, which also reaches `x`, the
-    /// block's normed input, if the router reads it ([`RouterLayer::backward`]).
+    /// Replaces the gradients of attention's queries and keys in `d_qkv` by the gradients of the projection's output,
+    /// including the router's. If the router reads the block's normed input, its gradient also reaches `x`
+    /// ([`RouterLayer::backward`]).
     pub fn backward<B: Backend, T: Element, G: Element>(
         &self,
         cx: &mut BackwardContext<'_, B, T, G>,

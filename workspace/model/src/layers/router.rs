@@ -2,13 +2,17 @@
 //!
 //! A router reads the block's normed input x, or the projection's queries.
 //!
-//! The routers by logits, z = x W^T, are "linear", whose gates are straight-through, "two-stage", which weighs
-//! the heads (equations 5 and 6, normalised as in the authors' code), and "one-stage", which does so without the
-//! weights of the two stages. [`moh_kernels::router::logits`] has the formulas.
-//! Row i of `self_attn.router.weight`, `[heads, C]`, is that of head i, whether it is shared or routed;
-//! the two rows of `self_attn.router.stages.weight` are those of the two stages. So tensors do not depend
-//! on the set of shared heads. Rows that a router does not read get no gradient: those of shared heads
-//! without weights, and the stages without shared heads.
+//! The routers by logits, z = x W^T:
+//! - "linear": the gates are straight-through.
+//! - "two-stage": weighs the heads (equations 5 and 6, normalised as in the authors' code).
+//! - "one-stage": weighs the heads without the weights of the two stages.
+//!
+//! [`moh_kernels::router::logits`] has the formulas.
+//!
+//! Row i of `self_attn.router.weight`, `[heads, C]`, belongs to head i, shared or routed. The two rows of
+//! `self_attn.router.stages.weight` belong to the two stages. So tensors do not depend on the set of shared heads. Rows
+//! that a router does not read get no gradient: shared heads' rows without weights, and the stages' rows without shared
+//! heads.
 
 use moh_kernels::linear::{LinearBackwardInput, LinearBackwardWeight};
 use moh_kernels::ranks::{AllReduce, Heads};
@@ -22,14 +26,14 @@ use crate::parameters::ParameterRange;
 use crate::tensors::{Division, ROUTER, ROUTER_STAGES, TensorList};
 use crate::{ModelConfig, Result};
 
-/// What selects the heads of a layer.
+/// The selection of a layer's heads.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum RouterSpec {
     /// A router by the norms of queries.
     QueryNorm(QueryNormRouter),
-    /// None, with these heads shared.
+    /// No selection: every token computes these shared heads.
     Static(SharedHeads),
-    /// A router by logits, whose matrices are tensors of the block.
+    /// A router by logits. Its matrices are tensors of the block.
     Logits(LogitRouter),
 }
 
@@ -59,22 +63,23 @@ impl RouterSpec {
     }
 }
 
-/// A router, and where its parameters are.
+/// A router, and the ranges of its parameters.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct RouterLayer {
     pub spec: RouterSpec,
     /// Width of the block's input, C.
     width: usize,
     heads: usize,
-    /// Its matrices; of a router by logits that of the heads, then that of the stages.
+    /// The ranges of the router's matrices. A router by logits has the heads' matrix, and possibly the stages' after
+    /// it.
     parameters: Vec<ParameterRange>,
 }
 
-/// What a router's backward pass reads.
+/// The inputs of a router's backward pass.
 pub(crate) struct RouterInputs<'a, B: Backend, T: Element> {
     /// The block's normed input, `[M, C]`.
     pub x: &'a B::Buffer<T>,
-    /// Queries, keys and values, `[N, (H + 2G) D]`, rotated if their gradients are.
+    /// Queries, keys and values, `[N, (H + 2G) D]`: rotated if their gradients are rotated.
     pub qkv: View<'a, B, T>,
     pub routing: &'a Routing<B>,
 }
@@ -96,8 +101,8 @@ impl RouterLayer {
         RouterLayer { spec, width, heads, parameters }
     }
 
-    /// Returns the router of a configuration, with the matrices of `before`, the router that the layer had,
-    /// if it needs any; `None` if that has none.
+    /// Returns the router of a configuration, with the matrices of the layer's previous router, `before`. Returns
+    /// `None` if the router needs matrices and `before` has no matrices.
     pub fn after(
         config: &ModelConfig,
         spec: RouterSpec,
@@ -115,7 +120,7 @@ impl RouterLayer {
         Some(RouterLayer { spec, width, heads, parameters })
     }
 
-    /// Returns the linear layer of the logits, those of the heads first; of a router by logits.
+    /// Returns the linear layer of the logits, the heads' logits first; `None` for a router without logits.
     pub fn logits(&self) -> Option<Linear> {
         let RouterSpec::Logits(router) = &self.spec else { return None };
         Some(self.logits_of(router))
@@ -132,13 +137,13 @@ impl RouterLayer {
         !matches!(self.spec, RouterSpec::Static(_))
     }
 
-    /// Returns whether the router's gradient reaches the block's input beside queries, keys and values.
+    /// Returns whether the router's gradient also reaches the block's input, not only queries, keys and values.
     pub fn reads_input(&self) -> bool {
         matches!(self.spec, RouterSpec::Logits(_))
     }
 
-    /// What the balance loss sum_i f_i P_i is multiplied by: in the authors' code of two-stage routing
-    /// the number of routed heads.
+    /// Returns the factor of the balance loss sum_i f_i P_i. It is the number of routed heads for routers that weigh
+    /// heads, as in the authors' code of two-stage routing.
     fn balance_factor<B: Backend>(&self, routing: &Routing<B>) -> f64 {
         match &self.spec {
             RouterSpec::Logits(router) if router.weighs() => routing.routed() as f64,
@@ -161,9 +166,9 @@ impl RouterLayer {
         Ok(())
     }
 
-    /// Selects each token's heads by `x`, `[N, C]` of all tokens, and by `qkv` before RoPE, then rotates
-    /// queries and keys in place if `rotates`; the routers by norms do both in one pass over the queries.
-    /// `logits` has room for those of a router by logits.
+    /// Selects each token's heads by `x`, `[N, C]` of all tokens, and by `qkv` before RoPE. If `rotates`, then rotates
+    /// queries and keys in place; routers by norms do both in one pass over the queries. A router by logits writes its
+    /// logits to `logits`.
     pub fn forward<B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
@@ -199,10 +204,12 @@ impl RouterLayer {
         Ok(())
     }
 
-    /// Adds the router's gradients to those of queries, keys and values in `d_qkv`, and to those of
-    /// its parameters; those of logits overwrite `logits`. A router that reads the block's input writes the gradient of it to `d.hidden`:
-    /// `[N, C]`, zeros for the tokens of other ranks. If the forward pass `rotates`, then replaces the gradients
-    /// of rotated queries and keys by those of unrotated ones.
+    /// Computes the router's gradients:
+    /// 1. A router by norms adds them to the gradients of queries, keys and values in `d_qkv`.
+    /// 2. A router by logits overwrites `logits` with their gradients, and adds the gradients of its parameters. It
+    ///    writes the gradient of the block's input to `d.hidden`, `[N, C]`, with zeros for the tokens of other ranks.
+    /// 3. If the forward pass `rotates`, replaces the gradients of rotated queries and keys by the gradients of
+    ///    unrotated queries and keys.
     pub fn backward<B: Backend, T: Element, G: Element>(
         &self,
         cx: &mut BackwardContext<'_, B, T, G>,
@@ -263,9 +270,9 @@ impl RouterLayer {
     }
 }
 
-/// Returns the gradients that reach a layer's router. Ranks that share the heads exchange the deltas of all
-/// heads if the router weights them, else those of the columns. The gradient of a weight is no
-/// straight-through one.
+/// Returns the gradients that reach a layer's router. Ranks that share the heads exchange the deltas of all heads if
+/// the router weighs heads, otherwise the deltas of the columns. A weight has a gradient even if the loss is not
+/// straight-through.
 fn gradient<'v, B: Backend, T: Element, G: Element>(
     cx: &BackwardContext<'_, B, T, G>,
     routing: &'v Routing<B>,

@@ -1,22 +1,22 @@
-//! The routers of a configuration, by name, and which head counts each can route.
+//! The routers of a configuration, by name, and the head counts that each router can route.
 
 use crate::{Error, LayerHeads, Result};
 
-/// How each token's heads are chosen.
+/// The selection of each token's heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RouterKind {
     /// Any routed heads, by the norms of their queries before RoPE; no parameters (`"query-norm"`).
     QueryNorm,
-    /// Whole groups of the heads that read one key/value head, by their mean squared norms; no
-    /// parameters (`"group"`).
+    /// Whole groups of the heads that read the same key/value head, by their mean squared norms; no parameters
+    /// (`"group"`).
     Group,
-    /// None: every token computes the shared heads alone (`"static"`).
+    /// No selection: every token computes only the shared heads (`"static"`).
     Static,
     /// Any routed heads, by a matrix; straight-through (`"linear"`).
     Linear,
-    /// Any routed heads, by a matrix that also weighs the heads, shared ones too (`"one-stage"`).
+    /// Any routed heads, by a matrix that also weighs all active heads (`"one-stage"`).
     OneStage,
-    /// The same, with a matrix that weighs shared heads against selected ones (`"two-stage"`).
+    /// As `"one-stage"`, with a matrix that weighs shared heads against selected heads (`"two-stage"`).
     TwoStage,
 }
 
@@ -28,7 +28,7 @@ pub(crate) struct HeadGroups {
 }
 
 impl HeadGroups {
-    /// Query heads of a group, which read one key/value head.
+    /// Returns the number of query heads in a group, which read the same key/value head.
     pub fn size(self) -> usize {
         (self.heads / self.kv_heads.max(1)).max(1)
     }
@@ -45,7 +45,7 @@ impl RouterKind {
         RouterKind::TwoStage,
     ];
 
-    /// The names of all routers in `config.json` and in recipes, in the same order.
+    /// The names of all routers in `config.json` and in recipes, in the order of `ALL`.
     pub const NAMES: [&'static str; Self::ALL.len()] =
         ["query-norm", "group", "static", "linear", "one-stage", "two-stage"];
 
@@ -54,23 +54,23 @@ impl RouterKind {
         Self::NAMES[self as usize]
     }
 
-    /// Returns the router of that name, if there is one.
+    /// Returns the router with that name, if it exists.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|router| router.name() == name)
     }
 
-    /// Returns whether it has matrices among a block's tensors.
+    /// Returns whether the router has matrices among a block's tensors.
     pub fn has_matrices(self) -> bool {
         self == RouterKind::Linear || self.weighs()
     }
 
-    /// Returns whether its matrices must be fitted to a text before they are trained: zeros or random values would
-    /// select heads that do not matter. Other routers may begin with zeros, which give every active head weight 1.
+    /// Returns whether the router's matrices must be fitted to a text before training: zeros or random values would
+    /// select heads that do not matter. Other routers may start with zeros, which weigh every active head by 1.
     pub fn needs_fit(self) -> bool {
         self == RouterKind::Linear
     }
 
-    /// Returns whether it multiplies the outputs of active heads by weights other than 1.
+    /// Returns whether the router multiplies the outputs of active heads by weights other than 1.
     pub fn weighs(self) -> bool {
         matches!(self, RouterKind::OneStage | RouterKind::TwoStage)
     }
@@ -80,7 +80,7 @@ impl RouterKind {
         self != RouterKind::Static
     }
 
-    /// Returns the heads in whose multiples a token selects them.
+    /// Returns the number of heads that a token selects together.
     pub(crate) fn unit(self, groups: HeadGroups) -> usize {
         match self {
             RouterKind::Group => groups.size(),
@@ -88,8 +88,8 @@ impl RouterKind {
         }
     }
 
-    /// Refuses counts of a layer that this router cannot route, of heads that the layer has; messages
-    /// append `place` to the names.
+    /// Rejects a layer's counts that this router cannot route, of heads that the layer has. Messages append `place` to
+    /// the names.
     pub(crate) fn check(self, layer: LayerHeads, groups: HeadGroups, place: &str) -> Result<()> {
         let refuse = |reason: String| Err(Error::Invalid(reason));
         let LayerHeads { shared, top_k } = layer;

@@ -1,9 +1,8 @@
 //! Routers select, for every token, the heads that a block's attention computes.
 //!
-//! A model has one router for each layer, or none if the layer is dense. The configuration names one of
-//! [`RouterKind`], such as the paper's router for pretrained models, whose operators are in
-//! [`moh_kernels::router`]. Attention does not depend on the router: it uses the selection of its
-//! [`Routing`](moh_kernels::router::Routing).
+//! Each layer has a router, except dense layers. The configuration names a [`RouterKind`], such as the paper's router
+//! for pretrained models; [`moh_kernels::router`] has the operators. Attention does not depend on the router: it uses
+//! the selection of a [`Routing`](moh_kernels::router::Routing).
 
 mod kind;
 mod statistics;
@@ -51,7 +50,7 @@ pub(crate) fn routing_shape_of(
     largest(routers.map(|router| router.routing_shape(tokens, heads)))
 }
 
-/// Returns the sizes that serve each of the layers.
+/// Returns sizes that fit each of the layers.
 pub(crate) fn largest(
     layers: impl Iterator<Item = Result<RoutingShape>>,
 ) -> Result<Option<RoutingShape>> {

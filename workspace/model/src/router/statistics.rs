@@ -1,16 +1,13 @@
-//! Statistics of routings: how many tokens select each routed head, and the mean entropy of the
-//! gates.
+//! Statistics of routings: the number of tokens that select each routed head, and the mean entropy of the gates.
 //!
-//! All sums are of integers, so neither the order of the tokens nor their distribution over ranks
-//! changes them.
+//! All sums are of integers, so that neither the order of the tokens nor their distribution over ranks changes them.
 
 use moh_kernels::Memory;
 use moh_kernels::router::{Routing, SharedHeads};
 
 use crate::Result;
 
-/// The fraction of a nat in which each token's entropy is counted. With it, f64 holds the sum over
-/// 2^30 tokens exactly.
+/// The unit of each token's entropy, in nats. With this unit, f64 stores the sum over 2^30 tokens exactly.
 const ENTROPY_UNIT: f64 = 1.0 / (1u64 << 20) as f64;
 
 /// The statistics of the layers that route.
@@ -25,11 +22,12 @@ pub struct RoutingStatistics {
 pub struct LayerRouting {
     /// The layer, from 0.
     pub layer: usize,
-    /// Its shared heads.
+    /// The layer's shared heads.
     pub shared_heads: SharedHeads,
     /// Number of tokens.
     pub tokens: u64,
-    /// Tokens that selected each routed head: those that are not shared, in ascending order.
+    /// Number of tokens that selected each routed head. The routed heads are the heads that are not shared, in
+    /// ascending order.
     pub selected: Vec<u64>,
     /// Sum of the entropies of the tokens' gates, in units of 2^-20 nats.
     pub entropy: u64,
@@ -50,8 +48,8 @@ impl RoutingStatistics {
         }
     }
 
-    /// All sums, in a fixed order: the addends of a sum over ranks, zero for what a rank has not
-    /// counted.
+    /// Returns all sums in a fixed order, as the addends of a sum over ranks. Sums that a rank has not counted are
+    /// zero.
     pub fn sums(&self) -> Vec<u64> {
         let of = |layer: &LayerRouting| {
             let LayerRouting { tokens, entropy, selected, .. } = layer;
@@ -60,7 +58,7 @@ impl RoutingStatistics {
         self.layers.iter().flat_map(of).collect()
     }
 
-    /// Replaces all sums, in the order of [`Self::sums`]; those that `sums` lacks stay.
+    /// Replaces all sums, in the order of [`Self::sums`]; sums that are missing in `sums` stay.
     pub fn set_sums(&mut self, sums: impl IntoIterator<Item = u64>) {
         let mut sums = sums.into_iter();
         for LayerRouting { tokens, entropy, selected, .. } in &mut self.layers {
@@ -73,7 +71,7 @@ impl RoutingStatistics {
 }
 
 impl LayerRouting {
-    /// No tokens yet, of a layer with `heads` heads.
+    /// Creates statistics without tokens, of a layer with `heads` heads.
     pub fn new(layer: usize, shared_heads: SharedHeads, heads: usize) -> Self {
         let selected = vec![0; heads.saturating_sub(shared_heads.len())];
         LayerRouting { layer, shared_heads, tokens: 0, selected, entropy: 0 }
@@ -85,7 +83,7 @@ impl LayerRouting {
         (0..shared.len() + self.selected.len()).filter(move |&head| !shared.contains(head))
     }
 
-    /// Adds the first `tokens` tokens of a routing, or all if it has fewer.
+    /// Adds the first `tokens` tokens of a routing, or all tokens if it has fewer.
     pub fn add<M: Memory>(
         &mut self,
         memory: &M,
@@ -100,8 +98,7 @@ impl LayerRouting {
         Ok(())
     }
 
-    /// Adds `tokens` rows of the tables of a routing, which have a column for each head from the first
-    /// routed one on.
+    /// Adds `tokens` rows of the tables of a routing, which have a column for each head from the first routed head on.
     fn add_rows(&mut self, selected: &[u8], gates: &[f32], tokens: usize) {
         self.tokens += tokens as u64;
         let leading = self.shared_heads.leading();
@@ -132,8 +129,7 @@ impl LayerRouting {
         (smallest, self.loads().fold(0.0, f64::max))
     }
 
-    /// Returns the largest load divided by the mean load: 1 if all heads have the same, or if no head is
-    /// selected.
+    /// Returns the largest load divided by the mean load: 1 if all heads have the same load, or if no head is selected.
     pub fn imbalance(&self) -> f64 {
         let mean = self.loads().sum::<f64>() / self.selected.len().max(1) as f64;
         if mean > 0.0 { self.extreme_loads().1 / mean } else { 1.0 }
@@ -181,7 +177,7 @@ mod tests {
 
     #[test]
     fn shared_heads_among_the_columns_are_not_counted() {
-        // Heads 1 and 3 of 5 are shared; the columns are those of all five.
+        // Heads 1 and 3 of 5 are shared; the tables have columns for all five heads.
         let shared = SharedHeads::from_heads([1, 3]).unwrap();
         let mut layer = LayerRouting::new(0, shared, 5);
         layer.add_rows(

@@ -1,5 +1,5 @@
-//! The model against candle's Llama, and its gradients against differences of its own loss: what
-//! can be checked with nothing but the repository.
+//! The model against candle's Llama, and its gradients against differences of its own loss. These checks need only the
+//! repository.
 
 use std::path::Path;
 
@@ -68,7 +68,7 @@ fn logits_are_those_of_candles_llama() {
     }
 }
 
-/// Returns the loss whose gradient is checked: cross-entropy and balance loss, the selection a constant.
+/// Returns the loss of the gradient check: cross-entropy and balance loss, with a constant selection.
 fn total_loss(
     model: &mut Model<Cpu, f32>,
     ids: &[u32],
@@ -87,7 +87,7 @@ fn total_loss(
 
 #[test]
 fn gradients_are_differences_of_the_loss() {
-    // A factor of the scores, which must not reach the router's gradient.
+    // A factor of the scores, which must not change the router's gradient.
     let yarn = json!({"rope_type": "yarn", "factor": 4, "attention_factor": 1.4});
     let json = config_json(6, 2, false, yarn);
     let mut config = ConfigFile::from_value(json, Path::new("config.json")).unwrap().config;
@@ -114,7 +114,7 @@ fn gradients_are_differences_of_the_loss() {
         for (flat, segment) in ours.layout().segments() {
             let gradient = gradients.read(&Cpu, flat, segment).unwrap();
             let norm = gradient.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
-            // Along its own gradient the loss rises by the gradient's norm.
+            // The loss rises along its own gradient by the gradient's norm.
             let step = 5e-4;
             let moved = |sign: f64| {
                 let mut weights = weights.clone();

@@ -54,8 +54,8 @@ fn relative_error(found: &[f32], expected: &[f32]) -> f64 {
 fn agree<T: Element>(moh: Option<MohConfig>, recompute: Recompute, tolerance: f64) {
     for architecture in Architecture::ALL {
         let config = || ModelConfig { architecture, ..config(16, true, moh.clone()) };
-        // In bf16 the queries of later blocks differ by roundings, and a near tie may fall otherwise: then
-        // sequences of fewer tokens are compared.
+        // In bf16 the queries of later blocks differ by rounding, which may decide near ties. Then sequences of fewer
+        // tokens are compared.
         let lengths = [SHAPE.length, 24, 16, 12, 8, 6];
         let tries = if T::DTYPE == DType::F32 { 1 } else { lengths.len() };
         for device in devices() {
@@ -71,7 +71,7 @@ fn agree<T: Element>(moh: Option<MohConfig>, recompute: Recompute, tolerance: f6
     }
 }
 
-/// Returns the emulated GPU, and the first real one where the variable MOH_TEST_GPU is set.
+/// Returns the emulated GPU, and the first real GPU where the variable MOH_TEST_GPU is set.
 fn devices() -> Vec<Cuda> {
     let devices: Vec<Cuda> = [emulated(), gpu()].into_iter().flatten().collect();
     assert!(!devices.is_empty(), "MOH_TEST_GPU is not set");
@@ -104,7 +104,7 @@ fn agrees(found: &Pass, expected: &Pass, tolerance: f64) {
     assert!(error < tolerance, "gradients: relative error {error}");
 }
 
-/// Other heads in each of the two layers.
+/// Returns a routing with different heads in the two layers.
 fn mixed(shared: [usize; 2], top_k: [usize; 2]) -> MohConfig {
     moh(RouterKind::QueryNorm, &shared, &top_k)
 }
@@ -134,7 +134,7 @@ fn a_pass_with_other_heads_in_each_layer_is_the_cpus() {
     }
 }
 
-/// Each router with heads that it can route: 8 that read 2 key/value heads.
+/// Returns each router with heads that it can route: 8 heads that read 2 key/value heads.
 fn routers() -> [MohConfig; 5] {
     [
         moh(RouterKind::Group, &[0], &[4]),
@@ -155,8 +155,7 @@ fn a_pass_with_another_router_is_the_cpus() {
     }
 }
 
-/// Steps of two micro-batches with an evaluation after each, on memory that was planned before
-/// them.
+/// Takes steps of two micro-batches with an evaluation after each step, on memory that was planned before.
 #[cfg(feature = "cuda-emulator")]
 fn take_steps<T: Element>(config: ModelConfig, recompute: Recompute) {
     let cuda = Cuda::emulated();

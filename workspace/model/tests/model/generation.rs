@@ -1,5 +1,5 @@
-//! Generation of several sequences: the logits are those of whole passes, and no sequence depends on the
-//! others, on how its prompt is divided, or on a prompt whose blocks it shares.
+//! Generation of several sequences. The logits equal the logits of whole passes. A sequence does not depend on the
+//! other sequences, on the division of its prompt, or on a prompt that shares its blocks.
 
 use half::bf16;
 #[cfg(feature = "cuda-emulator")]
@@ -11,7 +11,7 @@ use moh_model::{
 };
 use moh_testkit::models::{VOCABULARY, config, model, moh};
 
-/// Returns a dense model, and one with each router, of both architectures.
+/// Returns a dense model, and a model with each router, of both architectures.
 fn configs() -> Vec<ModelConfig> {
     let routers = [
         None,
@@ -43,14 +43,14 @@ fn best(logits: &[f32]) -> u32 {
     (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32
 }
 
-/// A sequence that is generated: its logits after the prompt and after each token.
+/// A generated sequence: its logits after the prompt and after each token.
 struct Run {
     id: SequenceId,
     logits: Vec<Vec<f32>>,
 }
 
-/// Computes sequences together until each has `count` logits: prompts in parts of at most `part` tokens, and a
-/// token of each sequence whose prompt is done in every pass.
+/// Computes sequences together until each has `count` logits. A pass has parts of at most `part` tokens of prompts, and
+/// a token of each sequence with a complete prompt.
 fn generate<B: Backend, T: Element>(
     generator: &mut BatchGenerator<'_, B, T>,
     prompts: &[Vec<u32>],
@@ -133,7 +133,8 @@ fn logits_on_an_emulated_gpu_are_those_of_whole_passes() {
     are_those_of_whole_passes::<_, f32>(Cuda::emulated(), 1e-5);
 }
 
-/// Each sequence alone, its prompt in one pass, against all together in several ways: the same bits.
+/// Checks that each sequence alone, with its prompt in one pass, has the same bits as all sequences together in several
+/// ways.
 fn is_independent<T: Element>(config: ModelConfig) {
     let model = model::<Cpu, T>(Cpu, config);
     let prompts = [prompt(25, 3), prompt(2, 5), prompt(40, 7), prompt(17, 11)];
@@ -144,7 +145,7 @@ fn is_independent<T: Element>(config: ModelConfig) {
         })
         .collect();
     for pack_weights in [false, true] {
-        // Without packed weights the bits are others, and as independent.
+        // Without packed weights the bits differ, but are independent too.
         let options = |tokens, blocks| BatchOptions { pack_weights, ..options(tokens, blocks) };
         let mut generator = BatchGenerator::new(&model, options(160, 32)).unwrap();
         let expected = match pack_weights {
@@ -185,15 +186,15 @@ fn prompts_that_begin_alike_share_their_blocks() {
             assert!(of(&mut generator, prompt, usize::MAX) == *expected);
         }
     }
-    // The first 24 of 30 tokens are those of an earlier prompt: three blocks.
+    // The first 24 of 30 tokens belong to an earlier prompt: three blocks.
     let id = generator.add(&prompts[0], usize::MAX).unwrap();
     assert_eq!(generator.waiting(id).unwrap(), 6);
     assert_eq!((generator.needed_blocks(id, 6).unwrap(), generator.free_blocks()), (1, 11));
-    // Of 23 tokens that may be shared two blocks are whole.
+    // 23 tokens may be shared: two whole blocks.
     let limited = generator.add(&prompts[0], 23).unwrap();
     assert_eq!(generator.waiting(limited).unwrap(), 14);
     generator.remove(limited);
-    // At most one of its two sequences has written to a shared block: all have their own last one.
+    // At most one of its two sequences has written to a shared block: each sequence has its own last block.
     let both = generate(&mut generator, &prompts[..2], 4, 64, usize::MAX);
     assert!(both[..] == expected[..2]);
     generator.remove(id);
@@ -254,7 +255,7 @@ fn what_a_pass_cannot_compute_is_refused_and_changes_nothing() {
         message.starts_with("2 tokens of a sequence with a prompt of 20 end at 22"),
         "{message}"
     );
-    // The first has 3 of 4 blocks, and the second the last one.
+    // The first sequence has 3 of 4 blocks, the second sequence the last block.
     let error = generator.pass(&[chunk(second, 8)]).unwrap_err();
     let message = error.to_string();
     assert!(message.contains("has 0 free blocks, and the next tokens need 1:"), "{message}");

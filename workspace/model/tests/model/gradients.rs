@@ -1,5 +1,5 @@
-//! Flat buffers of weights and gradients: weights on their way from a source to the device, and gradients that a
-//! step begins with, those of the step before, which are as good as zeros when they are marked as stale.
+//! Flat buffers of weights and gradients. Weights are loaded from a source to the device. A step starts with the
+//! gradients of the step before, which count as zeros if they are marked as stale.
 
 use half::bf16;
 use moh_kernels::{Cpu, Element};
@@ -8,8 +8,8 @@ use moh_model::parameters::FlatBuffers;
 use moh_model::{Activations, Error, Model, ModelConfig, PassShape, Recompute, StepSums};
 use moh_testkit::models::{MOH, RECOMPUTE, SCALE, SHAPE, config, model, upload};
 
-/// Returns the gradients of two micro-batches, from `before` in every element: added to it or, where it is
-/// stale, overwriting it.
+/// Returns the gradients of two micro-batches, from `before` in every element. They are added to `before`, or overwrite
+/// stale values.
 fn of_two_passes<T: Element, G: Element>(
     tied: bool,
     recompute: Recompute,
@@ -44,7 +44,7 @@ fn stale_gradients_are_zeros_to_the_bit() {
             for recompute in RECOMPUTE {
                 let expected = of_two_passes::<T, G>(tied, recompute, 0.0, false);
                 let found = of_two_passes::<T, G>(tied, recompute, f32::NAN, true);
-                // 0 and -0 are equal, as they are to the update.
+                // 0 and -0 are equal, also for the update.
                 assert!(found == expected, "tied: {tied}, {recompute:?}");
                 let added = of_two_passes::<T, G>(tied, recompute, 1.0, false);
                 assert!(added != expected, "gradients that are not stale are added to");

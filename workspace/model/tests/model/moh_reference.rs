@@ -1,6 +1,5 @@
-//! A Mixture-of-Head model against section 2 of docs/design.md in f64, whose gradients candle's
-//! autograd takes: losses, selections, gates' gradients and all others, with the same heads in
-//! every layer and with other ones.
+//! A Mixture-of-Head model against section 2 of docs/design.md in f64, with gradients by candle's autograd: losses,
+//! selections, gates' gradients and all other gradients. Layers have the same heads or different heads.
 
 use moh_kernels::Cpu;
 use moh_model::{
@@ -31,7 +30,7 @@ fn is_the_reference(moh: MohConfig) {
 #[test]
 fn passes_are_those_of_the_formulas() {
     is_the_reference(MOH);
-    // Dense, few shared heads, most of them routed and chosen, routed heads of which none is chosen.
+    // Dense; few shared heads; all routed heads are selected; no routed head is selected.
     is_the_reference(moh(RouterKind::QueryNorm, &[8, 1, 2, 5], &[0, 4, 6, 0]));
 }
 
@@ -44,8 +43,7 @@ fn shared_heads_are_any_set() {
     is_the_reference(moh);
 }
 
-/// Routers of whole groups and of shared heads alone; the model has 8 heads in
-/// groups of 4.
+/// Routers of whole groups and of only shared heads; the model has 8 heads in groups of 4.
 #[test]
 fn other_routers_are_those_of_the_formulas() {
     let sets =
@@ -95,7 +93,7 @@ fn another_attention_has_the_matrices_of_the_model() {
     assert!(message.starts_with(&stages), "{message}");
     assert!(two_stage.set_moh(None).is_err());
     assert_eq!(two_stage.config().moh, Some(moh(RouterKind::TwoStage, 5)));
-    // What a model lacks is named layer by layer.
+    // The tensors that a model lacks are named layer by layer.
     let added = |model: &Model<Cpu, f32>, to| model.config().added_tensors(Some(&to)).unwrap();
     let names = added(&dense, moh(RouterKind::TwoStage, 3));
     assert_eq!(names.len(), 2 * dense.config().num_hidden_layers);

@@ -1,5 +1,5 @@
-//! Qwen3 against that of transformers, whose logits `tools/peer/qwen3_logits.py` wrote. With
-//! Mixture-of-Head attention it is compared in f64 (`moh_reference.rs`).
+//! Qwen3 against the logits of transformers, which `tools/peer/qwen3_logits.py` wrote. `moh_reference.rs` compares
+//! Qwen3 with Mixture-of-Head attention in f64.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use moh_model::{
 use moh_testkit::models::{Weights, model_of, moh, weights};
 use serde_json::Value;
 
-/// Returns the models that transformers computed, with weights as the script draws them: configuration, token ids, and
+/// Returns the models that transformers computed, with weights drawn as in the script: configuration, token ids, and
 /// logits.
 fn cases() -> Vec<(ModelConfig, Vec<u32>, Vec<f64>)> {
     let cases: Vec<Value> = serde_json::from_str(include_str!("qwen3_logits.json")).unwrap();

@@ -13,9 +13,9 @@ use moh_testkit::programs::fixtures;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
-/// Of logits, absolute.
+/// Absolute tolerance of logits.
 const LOGITS: f32 = 1e-4;
-/// Of losses and of each gradient (L2), relative.
+/// Relative tolerance of losses and of each gradient (L2).
 const RELATIVE: f64 = 1e-4;
 
 fn load(dir: &Path, moh: Option<MohConfig>) -> Model<Cpu, f32> {
@@ -79,7 +79,7 @@ impl Vector {
         chunks.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
     }
 
-    /// Ids, and targets shifted by one with none at a sequence's end.
+    /// Returns ids, and targets shifted by one; the last token of a sequence has no target.
     fn batch(&self) -> (usize, usize, Vec<u32>, Vec<u32>) {
         let [batch, length]: [usize; 2] =
             serde_json::from_value(self.entry["shape_ids"].clone()).unwrap();
@@ -106,7 +106,7 @@ fn relative_l2(left: &[f32], right: &[f32]) -> f64 {
     (difference / norm.max(1e-30)).sqrt()
 }
 
-/// One training pass; returns (cross-entropy, balance loss).
+/// Computes a training pass, and returns (cross-entropy, balance loss).
 fn pass(
     model: &mut Model<Cpu, f32>,
     vector: &Vector,
@@ -160,7 +160,7 @@ fn dense_logits_loss_and_gradients_match_the_fixtures() {
         assert!(((loss - expected) / expected).abs() < RELATIVE, "{loss} against {expected}");
         assert_eq!(balance, 0.0);
         check_gradients(&model, &vector, "grad_dense", &gradients);
-        // All of the eight heads are the dense model, to the bit.
+        // With all eight heads the model equals the dense model, to the bit.
         let all = MohConfig { shared_heads: 4.into(), routed_top_k: 4.into(), ..vector.moh() };
         let mut moh = vector.model(Some(all));
         let (.., all) = pass(&mut moh, &vector, Recompute::Block, true, &mut gradients);

@@ -1,5 +1,5 @@
-//! Statistics of routings that an evaluation collects are those of the tables of selected heads and
-//! gates, on every device.
+//! Statistics of routings from an evaluation equal the statistics of the tables of selected heads and gates, on every
+//! device.
 
 #[cfg(feature = "cuda-emulator")]
 use moh_kernels::Cuda;
@@ -35,7 +35,7 @@ fn agrees<B: Backend + Clone>(backend: B, moh: MohConfig) {
     let masks = model.routed_mask(&activations).unwrap();
     let gates = model.gates(&activations).unwrap();
     let statistics = evaluated(&mut model, Recompute::None);
-    // Blocks that share one routing are counted as they are computed.
+    // Blocks that share a routing are counted when they are computed.
     assert_eq!(evaluated(&mut model, Recompute::Block), statistics);
     let layers: Vec<usize> = statistics.layers.iter().map(|layer| layer.layer).collect();
     let routes = |&layer: &usize| model.config().routed_heads(layer) > 0;
@@ -60,7 +60,7 @@ fn agrees<B: Backend + Clone>(backend: B, moh: MohConfig) {
 fn statistics_are_those_of_the_tables() {
     for (router, shared, top_k) in [
         (RouterKind::QueryNorm, [3, 3], [2, 2]),
-        // Layers with other heads, and dense ones.
+        // Layers with different heads, and dense layers.
         (RouterKind::QueryNorm, [6, 1], [1, 4]),
         (RouterKind::QueryNorm, [8, 3], [0, 2]),
         (RouterKind::Group, [0, 0], [4, 4]),

@@ -49,7 +49,7 @@ pub fn read(overrides: &[&str]) -> (Recipe, ModelConfig) {
     (recipe, config)
 }
 
-/// What a rank has allocated and planned.
+/// The bytes that a rank has allocated, or that are planned for it.
 #[derive(Debug, PartialEq)]
 struct Found {
     buffers: u64,
@@ -61,8 +61,8 @@ fn planned(memory: &RankMemory) -> Found {
     Found { buffers, scratch: memory.thread_scratch }
 }
 
-/// Constructs what a run constructs on this rank in the stage `index`, takes two steps, the second with norms by block, and
-/// says what was allocated before them; on the one thread of its pool.
+/// Constructs the buffers of a run on this rank in stage `index`, and runs two steps, the second with norms by block.
+/// Returns the bytes allocated before the steps, on the one thread of its pool.
 fn allocated<T: Element, G: Element, M: Element>(
     (recipe, index): (&Recipe, usize),
     config: &ModelConfig,
@@ -211,7 +211,7 @@ fn every_rank_of_a_layout_allocates_what_is_planned() {
         ];
         (Layout { tensor, data, pipeline, virtual_stages }, divided)
     };
-    // With three data ranks one of them has more micro-batches.
+    // With three data ranks, one data rank has more micro-batches.
     for (layout, divided) in [
         layout(4, 1, 1, 1),
         layout(1, 3, 1, 1),

@@ -1,4 +1,4 @@
-//! The planned memory against what a stage's buffers really take from the system.
+//! The planned memory against the memory that a stage's buffers take from the system.
 
 #![cfg(target_os = "linux")]
 
@@ -26,7 +26,7 @@ const SIZES: [&str; 9] = [
     "stage.moh.micro_batch=4",
 ];
 
-/// Private writable bytes of this process, whether or not they have been written to.
+/// Returns the private writable bytes of this process, whether or not they have been written to.
 fn own_bytes() -> u64 {
     /// The kernel's unit.
     const PAGE: u64 = 4096;
@@ -34,9 +34,9 @@ fn own_bytes() -> u64 {
     text.split(' ').nth(5).unwrap().parse::<u64>().unwrap() * PAGE
 }
 
-/// Returns the bytes that everything of a stage takes: weights, optimiser, gradients, activations, evaluation.
+/// Returns the bytes of all parts of a stage: weights, optimiser, gradients, activations, evaluation.
 fn allocated<T: Element, G: Element, M: Element>(recipe: &Recipe, config: ModelConfig) -> u64 {
-    // Threads have stacks of their own: not before they are there.
+    // Threads have stacks of their own, so they are started first.
     rayon::broadcast(|_| ());
     let before = own_bytes();
     let step = step_config(recipe, &recipe.stages[0]);
@@ -49,7 +49,7 @@ fn allocated<T: Element, G: Element, M: Element>(recipe: &Recipe, config: ModelC
     let stepper = Stepper::<Cpu, T, G>::new(&model, step, groups).unwrap();
     let evaluator = Evaluator::<Cpu, T>::new(&model, batch, length).unwrap();
     let taken = own_bytes() - before;
-    // The next case must not find this one's memory free.
+    // The next case must not reuse this case's memory.
     std::mem::forget((model, optimizer, stepper, evaluator));
     taken
 }
@@ -59,7 +59,7 @@ const ALONE: &str = "MOH_TEST_ALONE";
 
 #[test]
 fn the_plan_counts_what_a_stage_allocates() {
-    // The bytes are those of a process: it has no other tests.
+    // The bytes are the whole process's, so it runs no other tests.
     if std::env::var_os(ALONE).is_none() {
         let name = "plan_memory::the_plan_counts_what_a_stage_allocates";
         let mut alone = Command::new(std::env::current_exe().unwrap());

@@ -1,5 +1,5 @@
-//! The recipes of the repository load, and their plans give the documented numbers; plans of published runs on H100, of
-//! Llama 3 8B in bf16 at 8192 tokens, are near them (`docs/plan.md`).
+//! The recipes of the repository load, and their plans give the documented numbers. Plans of published runs on H100, of
+//! Llama 3 8B in bf16 at 8192 tokens, are near the published numbers (`docs/plan.md`).
 
 use std::path::{Path, PathBuf};
 
@@ -101,7 +101,7 @@ fn the_papers_recipe_has_the_papers_plan() {
     // 94,336 bytes saved per token and block, 61,460 once: 23.4 GiB.
     let saved = 8192 * (32 * 94_336 + 61_460);
     assert_eq!(adapt.memory.bytes(Purpose::Activations), saved);
-    // Of each routed head what a token has, and how many tokens selected it.
+    // For each routed head, the values of each token, and the number of tokens that selected it.
     let routings = 32 * (8192 * (16 * (8 + 4 + 1) + 8) + 16 * 4);
     assert_eq!(moh.memory.bytes(Purpose::Activations), saved + routings);
     assert_eq!(adapt.memory.bytes(Purpose::Logits), 1024 * 160_896 * 4);
@@ -134,7 +134,7 @@ fn every_recipe_of_the_repository_loads() {
     }
 }
 
-/// Predicted tokens/s of each GPU, for steps of `sequences` sequences on `gpus` data ranks.
+/// Returns the predicted tokens/s of each GPU, for steps of `sequences` sequences on `gpus` data ranks.
 fn predicted(profile: &str, gpus: usize, sequences: usize, micro_batch: usize) -> f64 {
     let config = root().join("recipes/llama3-8b/config.json");
     let text = format!(

@@ -14,7 +14,7 @@ fn all_unknown_keys_come_at_once_with_the_key_that_was_meant() {
     .replace("num_hidden_layers", "n_layer")
         + "[checkpoints]\nkeep = 1\n[zzz]\n";
     let message = refused(&text, &[]);
-    // A misspelt key is also missing, which is not said twice.
+    // A misspelt key is also missing, but has one message.
     assert_eq!(
         message.lines().collect::<Vec<_>>(),
         [
@@ -34,8 +34,8 @@ fn all_unknown_keys_come_at_once_with_the_key_that_was_meant() {
 
 #[test]
 fn all_faults_of_a_recipe_come_at_once() {
-    // A missing key, a missing table, wrong types, an unknown key, an impossible number, and
-    // overrides that do not apply; nothing about the keys that depend on what could not be read.
+    // A missing key, a missing table, wrong types, an unknown key, an impossible number, and overrides that do not
+    // apply. Keys that depend on values that could not be read have no fault.
     let text = edited("seed = 1", "")
         .replace("device = \"cpu\"", "device = \"gpu\"")
         .replace("hidden_size = 64", "hidden_size = \"64\"")
@@ -414,7 +414,7 @@ fn calibrations_that_cannot_be_made_are_refused() {
         let change = format!("stage.moh.moh={{ {moh} }}");
         refuses_key(&[&change], &format!("stage.moh.moh.{at}"), reason);
     }
-    // A stage after one that has converted.
+    // A stage after a stage that has converted.
     let converted = ["stage.adapt.attention=\"moh\"", "stage.moh.moh={ calibration = {} }"];
     let reason = "the model of stage adapt is a Mixture-of-Head model already, and only a dense one is measured";
     refuses_key(&converted, "stage.moh.moh.calibration", reason);
@@ -433,7 +433,7 @@ fn calibrations_that_cannot_be_made_are_refused() {
     for moh in ["routed_top_k = 3", "shared_head_ids = [[0], [1], [2], [3], [4]]"] {
         kept(moh).unwrap();
     }
-    // Where their number is chosen too, it has the same numbers of both.
+    // Where the calibration chooses the number too, the stage has the same numbers of shared and routed heads.
     let number = "{ shared = 'calibrated-number' }";
     let expected = "and so its router and its numbers of heads: give these";
     assert_refused(kept_of(number, "routed_top_k = 3"), expected);
@@ -463,7 +463,7 @@ fn the_matrices_of_a_router_are_added_and_kept() {
     }
     let dense = [moh, "stage.adapt.moh={ router = 'two-stage' }", "stage.moh.attention=\"dense\""];
     refuses(&dense, "stage.moh.moh: the model of the stage before has");
-    // Matrices that begin fitted need a calibration, where they are added.
+    // Matrices that start fitted need a calibration in the stage that adds them.
     let message = refused(query_norm, "\"linear\"");
     let expected =
         "stage.moh.moh.router = \"linear\": begins with matrices that are fitted to a text";

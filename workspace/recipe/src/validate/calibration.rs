@@ -1,4 +1,4 @@
-//! The limits of `moh.calibration`: which stages it can measure, and which stages keep what it has chosen.
+//! The limits of `moh.calibration`: the stages that it can measure, and the stages that keep its choices.
 
 use moh_model::{ModelConfig, RouterKind};
 use serde_json::json;
@@ -6,7 +6,7 @@ use serde_json::json;
 use super::{Faults, MAX_TOKENS, stage_key};
 use crate::{AttentionKind, Recipe, Stage};
 
-/// Checks how a stage's conversion is measured, as far as that does not depend on the model.
+/// Checks the options of a stage's calibration, as far as they do not depend on the model.
 pub(super) fn check(faults: &mut Faults, stage: &Stage) {
     let key = |rest: &str| stage_key(stage, &format!("moh.calibration{rest}"));
     let Some(calibration) = stage.calibration() else { return };
@@ -28,7 +28,7 @@ pub(super) fn check(faults: &mut Faults, stage: &Stage) {
     }
 }
 
-/// Checks that a stage whose conversion is measured converts a dense model, with enough tokens for a fit.
+/// Checks that a calibrated stage converts a dense model, with enough tokens for a fit.
 pub(super) fn check_model(faults: &mut Faults, recipe: &Recipe, index: usize, model: &ModelConfig) {
     let stage = &recipe.stages[index];
     let key = |rest: &str| stage_key(stage, &format!("moh.calibration{rest}"));
@@ -57,7 +57,7 @@ pub(super) fn check_model(faults: &mut Faults, recipe: &Recipe, index: usize, mo
     faults.check(fits || !is_known, &key(".tokens"), calibration.tokens, reason);
 }
 
-/// Checks that a stage after a calibrated one can keep its heads, or names others.
+/// Checks that a stage after a calibrated stage can keep the calibrated heads, or names other heads.
 pub(super) fn check_kept_heads(
     faults: &mut Faults,
     recipe: &Recipe,
@@ -72,7 +72,7 @@ pub(super) fn check_kept_heads(
         let moh = stage.moh_config(model).ok().flatten();
         moh.map(|moh| (moh.router, moh.shared_heads.counts(), numbers.then_some(moh.routed_top_k)))
     };
-    // What does not fit the model is a fault already.
+    // Heads that do not fit the model are a fault already.
     if let (Some(own), Some(kept)) = (heads(stage), heads(calibrated))
         && own != kept
     {

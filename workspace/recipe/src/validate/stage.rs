@@ -8,7 +8,7 @@ use moh_step::{GroupFactors, Hyperparameters};
 use super::{BOTH_SHARED, Faults, MAX_TOKENS, calibration, stage_key};
 use crate::{DistillOptions, LearningRateOptions, ModelOptions, ParallelOptions, Recipe, Stage};
 
-/// Highest temperature: there both distributions are nearly uniform, and its square is a weight.
+/// Highest temperature: both distributions are then nearly uniform, and its square is a weight.
 const MAX_TEMPERATURE: f64 = 100.0;
 /// Largest factor of a group's learning rate.
 const MAX_FACTOR: f64 = 1e4;
@@ -92,7 +92,7 @@ fn check_routing(faults: &mut Faults, stage: &Stage) {
     }
 }
 
-/// Checks a stage's teacher, and how it is learned from.
+/// Checks a stage's teacher, and the weights and temperature of its loss.
 fn check_distill(faults: &mut Faults, stage: &Stage, model: &ModelOptions) {
     let Some(distill) = &stage.distill else { return };
     let key = |rest: &str| stage_key(stage, &format!("distill.{rest}"));
@@ -111,8 +111,8 @@ fn check_distill(faults: &mut Faults, stage: &Stage, model: &ModelOptions) {
     faults.check(fine, &key("temperature"), temperature, reason);
 }
 
-/// Rejects second moments that rounding would freeze. A step decays one by at most the fraction 1 - beta2, and
-/// neighbouring bf16 values differ by at least 1/256: above 0.99 most of the decay is rounded away.
+/// Rejects second moments that rounding would freeze. A step decays a moment by at most the fraction 1 - beta2.
+/// Neighbouring bf16 values differ by at least 1/256, so above 0.99 most of the decay is rounded away.
 fn check_moments(faults: &mut Faults, stage: &Stage, moments: ElementType) {
     const MAX_BETA2: f64 = 0.99;
     let key = stage_key(stage, "optimizer.beta2");
@@ -127,7 +127,7 @@ fn check_moments(faults: &mut Faults, stage: &Stage, moments: ElementType) {
     }
 }
 
-/// Checks the numbers of ranks; virtual stages require a pipeline.
+/// Checks the numbers of ranks. Virtual stages require a pipeline.
 fn check_parallel(faults: &mut Faults, parallel: ParallelOptions, key: &str) {
     let ParallelOptions { tensor, pipeline, virtual_stages } = parallel;
     for (rest, value) in
@@ -143,7 +143,7 @@ fn check_parallel(faults: &mut Faults, parallel: ParallelOptions, key: &str) {
     );
 }
 
-/// A batch consists of whole micro-batches.
+/// Checks that a batch consists of whole micro-batches.
 pub(super) fn check_batch(faults: &mut Faults, stage: &Stage, sequence_length: usize) {
     let Stage { batch_tokens, micro_batch, .. } = *stage;
     if !faults.is_known(&stage_key(stage, "micro_batch")) {

@@ -1,8 +1,8 @@
-//! An axis of a chart, linear or logarithmic: where a value is on it, and its ticks.
+//! An axis of a chart, linear or logarithmic: the places of values, and its ticks.
 
 use super::scale::{Range, Tick, is_drawable, round, ticks};
 
-/// Digits of the ticks within a power of ten, from few to many ticks.
+/// Digits of ticks within a power of ten, from few to many ticks.
 const DIGITS: [&[f64]; 5] = [
     &[1.0],
     &[1.0, 3.0],
@@ -11,15 +11,15 @@ const DIGITS: [&[f64]; 5] = [
     &[1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0],
 ];
 
-/// Where a logarithmic axis is shorter than this, in powers of ten, its ticks are those of a linear one.
+/// A logarithmic axis that is shorter than this, in powers of ten, has the ticks of a linear axis.
 const NEARLY_LINEAR: f64 = 0.3;
 
-/// Powers of ten that a logarithmic axis has at least.
+/// A logarithmic axis that is shorter than this, in powers of ten, is extended to a whole power.
 const LEAST_DECADES: f64 = 1e-3;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Axis {
-    /// Of the values, or of their decimal logarithms.
+    /// The range of the values, or of their decimal logarithms.
     range: Range,
     is_log: bool,
 }
@@ -29,7 +29,7 @@ impl Axis {
         Axis { range, is_log: false }
     }
 
-    /// Returns the axis of values whose decimal logarithms have this range.
+    /// Returns a logarithmic axis. `range` is the range of the values' decimal logarithms.
     pub(super) fn log(range: Range) -> Self {
         let is_short = range.high - range.low < LEAST_DECADES;
         let low = if is_short { range.high - 1.0 } else { range.low };
@@ -44,13 +44,13 @@ impl Axis {
         if self.is_log { value.log10() } else { value }
     }
 
-    /// Returns whether the axis can show such a value, within its range or not: a logarithmic one none up to 0.
+    /// Returns whether the axis can show a value, in its range or not. A logarithmic axis shows only positive values.
     pub(super) fn shows(&self, value: f64) -> bool {
         is_drawable(value) && is_drawable(self.scaled(value))
     }
 
-    /// Returns the place of a value, 0 at the low end and 1 at the high end. On a logarithmic axis, smaller values are
-    /// at the low end, 0 among them.
+    /// Returns the place of a value, 0 at the low end and 1 at the high end. A logarithmic axis places smaller values,
+    /// and 0, at its low end.
     pub(super) fn place(&self, value: f64) -> f64 {
         let place = self.range.place(self.scaled(value));
         if self.is_log { place.max(0.0) } else { place }
@@ -67,7 +67,7 @@ impl Axis {
         self.scaled(value) > self.range.high
     }
 
-    /// About `most` ticks; those of a linear axis are at least `least` apart.
+    /// Returns about `most` ticks. On a linear axis they are at least `least` apart.
     pub(super) fn ticks(&self, most: usize, least: f64) -> Vec<Tick> {
         let Range { low, high } = self.range;
         if !self.is_log {

@@ -1,5 +1,5 @@
-//! Many cells of a map without gaps: those of one colour are one path, and neighbours in a row one stroke of it, as a
-//! page has thousands of them.
+//! Many cells of a map without gaps. The cells of a colour are a single path, and neighbours in a row a single stroke
+//! of it, because a page has thousands of cells.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -19,7 +19,7 @@ enum Color {
 }
 
 impl Color {
-    /// `None` of a cell without a head.
+    /// Returns the colour of a cell; `None` for a cell without a head.
     fn from_cell(cell: Cell) -> Option<Self> {
         match cell {
             Cell::Absent => None,

@@ -6,13 +6,13 @@ use super::{at, cells, shorten, width};
 
 const WIDTH: f64 = 400.0;
 
-/// Pixels for the labels of the rows, at least, and above the columns.
+/// Pixels for row labels, at least, and above the columns.
 pub(super) const LEFT: f64 = 34.0;
 const TOP: f64 = 20.0;
 
 const LABEL: usize = 12;
 
-/// The colours of viridis at 0, 0.1, .. 1: evenly lighter, and told apart by the colour-blind.
+/// The colours of viridis at 0, 0.1, .. 1: evenly lighter, and distinct for the colour-blind.
 const VIRIDIS: [u32; 11] = [
     0x440154, 0x482475, 0x414487, 0x355f8d, 0x2a788e, 0x21918c, 0x22a884, 0x44bf70, 0x7ad151,
     0xbddf26, 0xfde725,
@@ -36,9 +36,9 @@ pub struct HeatRow {
 #[derive(Debug, Clone, PartialEq)]
 pub struct HeatMap {
     pub title: String,
-    /// What the map says, for those who do not see it.
+    /// The map in words, for readers who do not see it.
     pub description: String,
-    /// What the rows and columns are.
+    /// Names of the rows and columns.
     pub axes: String,
     /// The rows, from the top.
     pub rows: Vec<HeatRow>,
@@ -62,7 +62,7 @@ impl HeatMap {
         let high = (wide * 0.6).clamp(9.0, 24.0);
         let bottom = TOP + high * self.rows.len() as f64;
         let with_text = wide >= 28.0 && high >= 14.0;
-        // One pixel between large cells, none between small ones.
+        // Large cells are one pixel apart, small cells adjoin.
         let has_gaps = wide >= 8.0;
         let x = |column: usize| left + wide * column as f64;
         let y = |row: usize| TOP + high * row as f64;
@@ -118,7 +118,7 @@ impl Cell {
     }
 }
 
-/// Returns the scale of the colours.
+/// Returns a legend of the colours.
 pub fn color_bar() -> Markup {
     html! {
         svg class="chart" xmlns="http://www.w3.org/2000/svg" role="img" width="400" height="40" viewBox="0 0 400 40" {
@@ -136,7 +136,7 @@ pub fn color_bar() -> Markup {
     }
 }
 
-/// How many cells of `size` pixels a label of `label` pixels takes.
+/// Returns the number of cells of `size` pixels that a label of `label` pixels covers.
 pub(super) fn every(size: f64, label: f64) -> usize {
     (label / size).ceil().max(1.0) as usize
 }

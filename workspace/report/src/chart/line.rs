@@ -8,10 +8,10 @@ use super::scale::{Range, Tick, is_drawable, short, weighted_range};
 use super::thin::{LineSegment, thin};
 use super::{COLORS, DASHES, STYLE, at, shorten, width};
 
-/// Curves of at most this many points show each of them, with its numbers.
+/// Curves with at most this many points show each point, with its numbers.
 const MAX_DOTS: usize = 120;
 
-/// Height of the row of numbers below the plot, with the axis' name.
+/// Height of the numbers below the plot, with the axis' name.
 const BELOW: f64 = 36.0;
 
 /// Pixels on the right of a plot without labels of curves.
@@ -20,26 +20,26 @@ const LEAST_ROOM: f64 = 12.0;
 /// Half the width of the arrow of a value above the plot.
 const ARROW: f64 = 4.0;
 
-/// Pixels beyond the plot to which a line that leaves it is drawn.
+/// A line that leaves the plot is drawn up to this many pixels beyond it.
 const BEYOND: f64 = 1e5;
 
 const LABEL_DISTANCE: f64 = 15.0;
 
-/// How a curve looks.
+/// The look of a curve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Look {
-    /// Which colour, from 0; they repeat.
+    /// The colour, from 0; colours repeat.
     pub color: usize,
-    /// Which dashes, from 0 for none; they repeat.
+    /// The dashes, 0 for a solid line; dashes repeat.
     pub dash: usize,
-    /// Whether each point is a dot: for curves of few points.
+    /// Whether each point has a dot, for curves with few points.
     pub dots: bool,
-    /// Whether it is the background of another curve, without a label.
+    /// Whether the curve is the background of another curve, without a label.
     pub faint: bool,
 }
 
 impl Look {
-    /// Returns the look of curve `index` of several, which differ in colour and dashes.
+    /// Returns the look of curve `index`. Curves differ in colour and dashes.
     pub fn nth(index: usize) -> Self {
         Look { color: index, dash: index, ..Look::default() }
     }
@@ -57,7 +57,7 @@ impl Look {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Line {
     pub label: String,
-    /// Its points, in order; values that are not finite are gaps.
+    /// The points, in order; values that are not finite are gaps.
     pub points: Vec<(f64, f64)>,
     pub look: Look,
 }
@@ -67,7 +67,7 @@ pub struct Line {
 pub struct Size {
     pub width: f64,
     pub height: f64,
-    /// Whether there is room for labels at the ends of the curves.
+    /// Whether to leave room for labels at the ends of the curves.
     pub labels: bool,
 }
 
@@ -76,15 +76,15 @@ pub struct LineChart {
     pub title: String,
     /// The unit of the values.
     pub unit: String,
-    /// What the curves say, for those who do not see them.
+    /// The curves in words, for readers who do not see them.
     pub description: String,
     pub across: String,
     /// Whether the horizontal axis has whole numbers from 0, such as layers.
     pub whole: bool,
     pub from_zero: bool,
-    /// Whether the horizontal axis is logarithmic; places up to 0 are at its left end.
+    /// Whether the horizontal axis is logarithmic. Places up to 0 are at its left end.
     pub log_across: bool,
-    /// Whether the vertical axis is logarithmic, from the least positive value on.
+    /// Whether the vertical axis is logarithmic, starting at the least positive value.
     pub log_values: bool,
     pub lines: Vec<Line>,
     /// The marks, from left to right.
@@ -93,15 +93,15 @@ pub struct LineChart {
     pub skipped: Vec<f64>,
     /// Values that should be seen, even if they are far above the others.
     pub seen: Vec<f64>,
-    /// Whether all values should be seen, however few are far above the others.
+    /// Whether all values should be seen, even a few far above the others.
     pub all_seen: bool,
-    /// Whether it compares runs, so that a single curve has its label too.
+    /// Whether the chart compares runs. Then a single curve also has its label.
     pub compares: bool,
-    /// A value of its own with its label: a dashed line, which should be seen.
+    /// A separate value with its label: a dashed line, which should be seen.
     pub reference: Option<(f64, String)>,
 }
 
-/// Where the plot is in the drawing, and its ranges.
+/// The place of the plot in the drawing, and its axes.
 struct Plot {
     left: f64,
     top: f64,
@@ -125,7 +125,7 @@ impl Plot {
     }
 }
 
-/// Returns the width that a point of a curve takes on a logarithmic axis: half of the way to each neighbour.
+/// Returns the width of a point of a curve on a logarithmic axis: half of the distance to each neighbour.
 fn width_on_log(points: &[(f64, f64)], index: usize) -> f64 {
     let log = |index: usize| points.get(index).map(|point| point.0.ln()).filter(|x| x.is_finite());
     let Some(here) = log(index) else { return 0.0 };
@@ -135,7 +135,7 @@ fn width_on_log(points: &[(f64, f64)], index: usize) -> f64 {
 }
 
 impl LineChart {
-    /// Returns whether there is no value to draw.
+    /// Returns whether the chart has no value to draw.
     pub fn is_empty(&self) -> bool {
         !self.lines.iter().flat_map(|line| &line.points).any(|point| is_drawable(point.1))
     }
@@ -144,7 +144,8 @@ impl LineChart {
         self.lines.iter().filter(|line| !line.look.faint)
     }
 
-    /// Returns whether the curves need their labels: a single one is what the title says.
+    /// Returns whether the curves need their labels. A single curve is named by the title, unless the chart compares
+    /// runs.
     pub fn needs_labels(&self) -> bool {
         self.labelled().count() > usize::from(!self.compares)
     }
@@ -153,7 +154,7 @@ impl LineChart {
         self.svg(size, 0.0, html! {})
     }
 
-    /// Returns the chart as a file of its own, with its title.
+    /// Returns the chart as a separate file, with its title.
     pub fn to_svg(&self, size: Size) -> String {
         let heading = html! {
             style { (PreEscaped(STYLE)) }
@@ -235,7 +236,7 @@ impl LineChart {
         })
     }
 
-    /// Pixels on the right for the labels of curves.
+    /// Returns the pixels on the right for the labels of curves.
     fn label_room(&self, size: Size) -> f64 {
         let labels = self.labelled().map(|line| bold_width(&line.label));
         match size.labels && self.needs_labels() {
@@ -257,7 +258,8 @@ impl LineChart {
             @for Tick { value, label } in &across {
                 @let x = plot.x(*value);
                 path class="base" d={ "M" (at(x)) " " (at(plot.bottom)) "v4" } {}
-                // The last label may be wider than the room on the right of the plot, in some fonts than its estimate.
+                // The last label may be wider than the room right of the plot, and in some fonts wider than its
+                // estimate.
                 @let edge = plot.right + LEAST_ROOM - 1.0;
                 @let is_last = x + 0.6 * width(label) > edge;
                 @let (x, anchor) = if is_last { (edge, "end") } else { (x, "middle") };
@@ -275,7 +277,7 @@ impl LineChart {
     }
 
     fn skipped_steps(&self, plot: &Plot) -> Markup {
-        // Those of one pixel are one line.
+        // Steps at the same pixel share a line.
         let mut places: Vec<i64> = self.skipped.iter().map(|&x| plot.x(x).round() as i64).collect();
         places.sort_unstable();
         places.dedup();
@@ -286,7 +288,7 @@ impl LineChart {
         }
     }
 
-    /// Returns the curves, cut off at the edges of the plot by an SVG within the SVG.
+    /// Returns the curves. An SVG within the SVG cuts them off at the edges of the plot.
     fn curves(&self, plot: &Plot) -> Markup {
         let (wide, high) = (plot.right - plot.left, plot.bottom - plot.top);
         html! {
@@ -297,8 +299,8 @@ impl LineChart {
         }
     }
 
-    /// Returns the curves with values above the plot, with the point of the highest. A faint curve stands in for the
-    /// one of the same look that lies over it, whose means have lost its peaks.
+    /// Returns the curves with values above the plot, each with its highest point. A faint curve replaces the curve of
+    /// its means over it, which has lost the peaks.
     fn above(&self, values: Axis) -> Vec<(&Line, (f64, f64))> {
         let highest = |line: &Line| {
             let points = line.points.iter().copied().filter(|point| is_drawable(point.1));
@@ -317,7 +319,7 @@ impl LineChart {
         found
     }
 
-    /// Returns the curves' labels on the right, at the heights of their ends but not over each other.
+    /// Returns the curves' labels on the right, at the heights of the curves' ends, without overlaps.
     fn end_labels(&self, plot: &Plot, edge: f64) -> Markup {
         if !self.needs_labels() {
             return html! {};
@@ -341,7 +343,7 @@ impl LineChart {
     }
 }
 
-/// Arrows and numbers of the values above a plot that begins at `top`.
+/// Returns arrows and numbers for values above a plot that begins at `top`.
 fn arrows(values: &[(&Line, (f64, f64))], labels: &[Placed], top: f64) -> Markup {
     html! {
         @for ((line, _), label) in values.iter().zip(labels) {
@@ -355,13 +357,13 @@ fn arrows(values: &[(&Line, (f64, f64))], labels: &[Placed], top: f64) -> Markup
     }
 }
 
-/// Pixels that a label in bold takes, about.
+/// Returns the approximate width of a label in bold, in pixels.
 fn bold_width(text: &str) -> f64 {
     1.15 * width(text)
 }
 
-/// Moves places, ascending, so that neighbours are `distance` apart and the last is at most `bottom`, if there is
-/// room.
+/// Moves places, ascending, so that neighbours are `distance` apart and the last is at most `bottom`. Without room,
+/// places may be above the plot.
 fn apart(mut places: Vec<f64>, distance: f64, bottom: f64) -> Vec<f64> {
     let mut least = f64::NEG_INFINITY;
     for place in &mut places {
@@ -403,8 +405,8 @@ fn curve(line: &Line, plot: &Plot) -> Markup {
     }
 }
 
-/// Returns the points of a curve as dots that name their values, if they are not too many; of a curve without dots, the
-/// points that have no neighbours.
+/// Returns the points of a curve as dots that name their values, if there are not too many. If the curve has no dots,
+/// returns its points without neighbours.
 fn dots(line: &Line, plot: &Plot) -> Markup {
     let is_seen = |&(x, y): &(f64, f64)| plot.contains(x, y);
     let all = line.look.dots;

@@ -6,10 +6,10 @@ use super::{at, shorten, width};
 
 const ROW: f64 = 16.0;
 
-/// Labels beyond this many rows are left out, as their lines are then all one sees.
+/// The most rows of labels. Marks with further labels show only their lines.
 const MAX_ROWS: usize = 4;
 
-/// Marks beyond this many are left out.
+/// The most marks. Further marks are omitted.
 pub(super) const MAX_MARKS: usize = 60;
 
 /// Pixels between a line and its label, or between two labels.
@@ -17,24 +17,24 @@ const GAP: f64 = 5.0;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mark {
-    /// Its place on the horizontal axis.
+    /// The mark's place on the horizontal axis.
     pub at: f64,
     pub label: String,
 }
 
-/// A label whose place is known.
+/// A label with its place.
 pub(super) struct Placed {
-    /// The place that it labels.
+    /// The horizontal place that the label names.
     pub x: f64,
     pub label: String,
-    /// Where the label begins.
+    /// The left end of the label.
     pub start: f64,
-    /// Its row, upwards from 0.
+    /// The label's row, upwards from 0.
     pub row: usize,
 }
 
-/// Finds a row for each label, so that none covers one before it: right of its place, or left where it would leave
-/// the chart.
+/// Finds a row for each label, so that labels do not overlap. A label is right of its place, or left of it if it would
+/// exceed the chart.
 pub(super) fn place_labels(
     labels: impl IntoIterator<Item = (f64, String)>,
     left: f64,
@@ -65,12 +65,12 @@ pub(super) fn height(labels: &[Placed]) -> f64 {
     rows as f64 * ROW
 }
 
-/// Returns the base line of a label whose rows begin above `top`; `None` if it is beyond the rows.
+/// Returns the base line of a label; `None` if it has no row. The rows begin above `top`.
 pub(super) fn base_line(label: &Placed, top: f64) -> Option<f64> {
     (label.row < MAX_ROWS).then_some(top - ROW * label.row as f64 - 5.0)
 }
 
-/// Draws lines down to `bottom` from their labels, whose rows begin above `top`.
+/// Draws labels in rows that begin above `top`, and lines from them down to `bottom`.
 pub(super) fn draw(labels: &[Placed], top: f64, bottom: f64) -> Markup {
     html! {
         @for place in labels {

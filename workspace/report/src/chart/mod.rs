@@ -1,6 +1,6 @@
-//! Charts as SVG: curves ([`LineChart`]), maps of shares ([`HeatMap`]) and how they change ([`TimeMap`]). Colours and lines are classes of
-//! [`STYLE`], so that a chart follows a light and a dark page, and a curve is told from its neighbours by its
-//! dashes and its label as well as by its colour.
+//! Charts as SVG: curves ([`LineChart`]), maps of shares ([`HeatMap`]), and maps over time ([`TimeMap`]). Colours and
+//! lines are classes of [`STYLE`], so that a chart follows a light and a dark page. Dashes and labels tell curves
+//! apart, and not only colours.
 
 mod axis;
 mod cells;
@@ -16,7 +16,7 @@ pub use line::{Line, LineChart, Look, Size};
 pub use marks::Mark;
 pub use time_map::TimeMap;
 
-/// The rules of style that charts need.
+/// The style rules of charts.
 pub const STYLE: &str = include_str!("chart.css");
 
 /// Colours of curves: `s0` to `s6` of [`STYLE`].
@@ -25,8 +25,8 @@ pub const COLORS: usize = 7;
 /// Dashes of curves: `d0` to `d4` of [`STYLE`].
 pub const DASHES: usize = 5;
 
-/// Returns a text of at most `most` characters, the last of them an ellipsis if it was longer. Control characters,
-/// which XML does not allow, become replacement characters.
+/// Returns a text of at most `most` characters. A longer text ends in an ellipsis. Control characters, which XML does
+/// not allow, become replacement characters.
 pub fn shorten(text: &str, most: usize) -> String {
     let is_long = text.chars().count() > most;
     let kept = if is_long { most.saturating_sub(1) } else { most };
@@ -37,19 +37,19 @@ pub fn shorten(text: &str, most: usize) -> String {
     short
 }
 
-/// Returns a text without control characters, which XML does not allow and a page would hide.
+/// Returns a text with replacement characters for control characters, which XML does not allow and a page would hide.
 pub fn printable(text: &str) -> String {
     let is_odd =
         |c: char| c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     text.chars().map(|c| if is_odd(c) { char::REPLACEMENT_CHARACTER } else { c }).collect()
 }
 
-/// Pixels that a text of the charts' size takes, about.
+/// Returns the approximate width of a text in a chart, in pixels.
 fn width(text: &str) -> f64 {
     6.6 * text.chars().count() as f64
 }
 
-/// Returns a coordinate: a tenth of a pixel is more than one sees.
+/// Returns a coordinate as text. A tenth of a pixel is finer than visible.
 fn at(value: f64) -> String {
     let text = format!("{value:.1}");
     text.strip_suffix(".0").map_or_else(|| text.clone(), str::to_owned)

@@ -1,19 +1,19 @@
-//! The axes of a chart: which values it shows, where its ticks are, and how they are written.
+//! Ranges of a chart's axes, their ticks, and the format of numbers.
 
-/// Values beyond this are not drawn: their differences could exceed f64.
+/// Values beyond this are not drawn, because their differences could exceed f64.
 const LARGEST: f64 = 1e100;
 
-/// Values from which on a range may leave out the highest ones.
+/// The least number of values from which a range may leave out the highest values.
 const MANY: usize = 20;
 
-/// A range leaves out values further above its low end than this many times three quarters of the values are,
-/// and at most one value of [`MANY`].
+/// A range leaves out values further above its low end than this many times the distance of the third quartile. At most
+/// one in [`MANY`] values is left out.
 const FENCE: f64 = 4.0;
 
-/// The same for values that should be seen.
+/// The same limit for values that should be seen.
 const WIDE_FENCE: f64 = 20.0;
 
-/// An interval of values, of which the first is less than the second.
+/// An interval of values. `low` is less than `high`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Range {
     pub low: f64,
@@ -30,7 +30,7 @@ impl Range {
         (self.low..=self.high).contains(&value)
     }
 
-    /// Returns the values that an axis shows, if it shows all.
+    /// Returns the range of an axis that shows all values.
     pub fn of_all(values: impl IntoIterator<Item = f64>, from_zero: bool) -> Self {
         let values: Vec<f64> = values.into_iter().filter(|&value| is_drawable(value)).collect();
         let Some(lowest) = values.iter().copied().reduce(f64::min) else {
@@ -42,7 +42,7 @@ impl Range {
         Range::spread(if from_zero { low } else { low - room }, high + room, from_zero)
     }
 
-    /// From `low` to `high`, or somewhat further if these are nearly the same: upwards alone from zero.
+    /// Returns the range from `low` to `high`. If they are nearly the same, the range is wider, from zero only upwards.
     fn spread(low: f64, high: f64, from_zero: bool) -> Self {
         let least = (high.abs().max(low.abs()) * 1e-6).max(1e-30);
         let room = least.max(high.abs() * 0.1);
@@ -59,10 +59,9 @@ pub fn is_drawable(value: f64) -> bool {
     value.abs() < LARGEST
 }
 
-/// Returns the values that an axis shows: all, but for a few far above the others, as of the first steps of a new
-/// model or of a step that failed. They would leave no room for the rest. A value has the weight of the room that it takes
-/// across the chart. Values of `seen`, which are not counted among the others, are left out only where the others would be
-/// all but a line.
+/// Returns the range of an axis, without a few values far above the others, such as the first steps of a new model or a
+/// failed step. They would leave no room for the rest. The weight of a value is the width that it has across the chart.
+/// Values of `seen` do not count as others. They are left out only if the others would shrink to a line.
 pub fn weighted_range(
     values: impl IntoIterator<Item = (f64, f64)>,
     seen: &[f64],
@@ -79,9 +78,9 @@ pub fn weighted_range(
     };
     let low = if from_zero { lowest.min(0.0) } else { lowest };
     let most = first_beyond(values.iter(), total * 0.75);
-    // From the highest on: what is left out.
+    // At most this share of the weights, from the highest values on, is left out.
     let nearly_all = first_beyond(values.iter().rev(), total / MANY as f64);
-    // Without a spread, any difference is what one wants to see.
+    // If the values have no spread, every difference is shown.
     let limit = |fence| if most > low { low + fence * (most - low) } else { f64::INFINITY };
     let fence = limit(FENCE).max(nearly_all);
     let near = all().filter(|&value| value <= fence);
@@ -89,7 +88,7 @@ pub fn weighted_range(
     Range::of_all(near.chain(seen), from_zero)
 }
 
-/// Returns the first value at which the weights, up to its own, are more than `limit`, or the last one.
+/// Returns the first value at which the sum of the weights exceeds `limit`, or the last value.
 fn first_beyond<'a>(values: impl Iterator<Item = &'a (f64, f64)>, limit: f64) -> f64 {
     let (mut sum, mut last) = (0.0, f64::NAN);
     for &(value, weight) in values {
@@ -107,7 +106,8 @@ pub struct Tick {
     pub label: String,
 }
 
-/// About `most` ticks within `range`, ascending, at multiples of 1, 2 or 5 times a power of ten, and of at least `least`.
+/// Returns about `most` ticks within `range`, ascending, at multiples of 1, 2 or 5 times a power of ten, and at least
+/// `least` apart.
 pub fn ticks(range: Range, most: usize, least: f64) -> Vec<Tick> {
     let rough = ((range.high - range.low) / most.max(1) as f64).max(least);
     let power = 10f64.powf(rough.log10().floor());
@@ -126,7 +126,8 @@ pub fn ticks(range: Range, most: usize, least: f64) -> Vec<Tick> {
         .collect()
 }
 
-/// How a tick is written: all of an axis, up to the absolute value `largest`, with the same unit and decimals.
+/// Returns the label of a tick. All ticks of an axis, up to the absolute value `largest`, have the same unit and
+/// decimals.
 fn tick_label(value: f64, step: f64, largest: f64) -> String {
     if value == 0.0 {
         return "0".to_owned();
@@ -141,7 +142,7 @@ fn tick_label(value: f64, step: f64, largest: f64) -> String {
     format!("{:.decimals$}{suffix}", value / unit)
 }
 
-/// Returns the unit in which numbers up to `largest` are short, and its letter: B is 10^9, as in "8B parameters".
+/// Returns the unit in which numbers up to `largest` are short, and its suffix: B is 10^9, as in "8B parameters".
 fn unit_of(largest: f64) -> (f64, &'static str) {
     match largest {
         l if l >= 1e15 => (1.0, ""),
@@ -153,7 +154,7 @@ fn unit_of(largest: f64) -> (f64, &'static str) {
     }
 }
 
-/// Returns a number in powers of ten, without needless digits: `1.5e-5`.
+/// Returns a number in scientific notation without needless digits: `1.5e-5`.
 fn scientific(value: f64) -> String {
     let text = format!("{value:.3e}");
     match text.split_once('e') {
@@ -164,7 +165,7 @@ fn scientific(value: f64) -> String {
     }
 }
 
-/// Returns a number with few digits, without needless ones: `1.5 M`.
+/// Returns a number without needless digits: `1.5 M`.
 pub fn round(value: f64) -> String {
     let (unit, suffix) = unit_of(value.abs());
     match (value / unit).abs() {
@@ -239,10 +240,10 @@ mod tests {
         assert!(with(2.5, &[]) > 2.5);
         assert!(with(7.0, &[7.0]) > 7.0);
         assert!(with(70.0, &[70.0]) < 2.2);
-        // What is above for a tenth of the steps is no exception.
+        // Values that are far above in a tenth of the steps are shown.
         let tenth = value_range(values.iter().copied().chain([50.0; 10]), &[], false).high;
         assert!(tenth > 50.0, "{tenth}");
-        // Among few values none counts as far above the others.
+        // Among few values, no value is left out.
         assert!(value_range([1.0, 1.1, 9.0], &[], false).high > 9.0);
     }
 

@@ -1,14 +1,14 @@
-//! Thins a curve to what the pixels of a chart can show. Each column of pixels keeps its first, lowest,
-//! highest and last point, so that no spike is lost.
+//! Thins a curve to the points that a chart's pixels can show. Each column of pixels keeps its first, lowest, highest
+//! and last point, so that no spike is lost.
 
 use super::axis::Axis;
 use super::scale::is_drawable;
 
-/// Points that a line connects.
+/// Points that are connected by a line.
 pub type LineSegment = Vec<(f64, f64)>;
 
-/// Returns the points of a curve, in order, for a chart whose axis `across` has `columns` pixels: at most four for each
-/// column. Values that are not finite interrupt the line, where a column has no others.
+/// Returns the points of a curve, in order: at most four for each of the `columns` pixels of the axis `across`. A
+/// column without finite values interrupts the line.
 pub(super) fn thin(
     points: impl IntoIterator<Item = (f64, f64)>,
     across: Axis,
@@ -31,7 +31,7 @@ pub(super) fn thin(
     segments
 }
 
-/// Returns the first, lowest, highest and last of some points, each once and in order.
+/// Returns the first, lowest, highest and last point, each once and in order.
 fn ends_and_extremes(points: &[(f64, f64)]) -> LineSegment {
     let most = |is_more: fn(f64, f64) -> bool| {
         let more =
@@ -46,11 +46,11 @@ fn ends_and_extremes(points: &[(f64, f64)]) -> LineSegment {
     places.into_iter().map(|at| points[at]).collect()
 }
 
-/// A mean spans at most this part of the points before it, so that the first ones have their own places on a
-/// logarithmic axis too.
+/// A mean spans at most one in so many of the points before it. The first points thus keep their own places on a
+/// logarithmic axis.
 const MEAN_OF_START: usize = 10;
 
-/// Means of `count` neighbours each, and of fewer at the start: fewer points without noise.
+/// Returns means of `count` neighbours each, and of fewer at the start: fewer points without noise.
 pub fn means(points: &[(f64, f64)], count: usize) -> Vec<(f64, f64)> {
     let mut means = Vec::new();
     let mut left = points;
@@ -113,7 +113,7 @@ mod tests {
             thin(points.map(|point| (point.0, f64::NAN)), across(), 10),
             Vec::<LineSegment>::new()
         );
-        // In a column with other values nobody would see the gap.
+        // A gap within a column would be invisible.
         let dense = [(1.0, 1.0), (1.1, f64::INFINITY), (1.2, 2.0)];
         assert_eq!(thin(dense, across(), 10), [vec![(1.0, 1.0), (1.2, 2.0)]]);
     }

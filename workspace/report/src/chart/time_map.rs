@@ -13,15 +13,15 @@ const WIDTH: f64 = 400.0;
 const TOP: f64 = 4.0;
 const RIGHT: f64 = 6.0;
 
-/// Height of the row of numbers below the cells, with the axis' name.
+/// Height of the numbers below the cells, with the axis' name.
 const BELOW: f64 = 36.0;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct TimeMap {
     pub title: String,
-    /// What the map says, for those who do not see it.
+    /// The map in words, for readers who do not see it.
     pub description: String,
-    /// What the rows are: `heads`.
+    /// The name of the rows, such as `heads`.
     pub rows_are: &'static str,
     /// The rows, from the top, with a cell for each of `steps`.
     pub rows: Vec<HeatRow>,

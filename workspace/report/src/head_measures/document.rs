@@ -1,5 +1,5 @@
-//! What `moh-eval heads --json` writes: one or both of a report of texts and a sentence. Whoever reads it gets a
-//! document whose parts fit one another.
+//! The document that `moh-eval heads --json` writes: a report of texts, a sentence, or both. Reading checks that its
+//! parts fit one another.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use crate::head_measures::Error;
 
 const MAX_BYTES: u64 = 256 << 20;
 
-/// What the heads of a model do.
+/// Measures of a model's heads.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct HeadDocument {
     /// The model's name.
@@ -20,10 +20,10 @@ pub struct HeadDocument {
     /// The texts, in order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub texts: Vec<TextReport>,
-    /// Each layer on these texts, in order.
+    /// The layers on these texts, in order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layers: Vec<LayerReport>,
-    /// A sentence, if one was given.
+    /// The sentence, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sentence: Option<Sentence>,
 }
@@ -33,7 +33,7 @@ pub struct HeadDocument {
 pub struct Sentence {
     /// Its tokens, in order.
     pub tokens: Vec<SentenceToken>,
-    /// Each layer, in order.
+    /// The layers, in order.
     pub layers: Vec<SentenceLayer>,
 }
 
@@ -50,7 +50,7 @@ impl HeadDocument {
     /// Reads the file `path`.
     ///
     /// # Errors
-    /// Fails if it cannot be read, is no such document, or has parts that do not fit one another.
+    /// Fails if the file cannot be read, is not such a document, or has parts that do not fit one another.
     pub fn read(path: &Path) -> Result<Self, Error> {
         let unusable = |fault: String| {
             let reason = format!("{fault}: give what `moh-eval heads --json` has written");

@@ -1,12 +1,12 @@
-//! The features of heads: their outputs before the output projection. How alike those of two heads are, and the rank
-//! of each head's.
+//! The features of heads, which are their outputs before the output projection: the similarity of two heads' features,
+//! and the rank of each head's features.
 
 use nalgebra::{DMatrix, SymmetricEigen};
 use rayon::prelude::*;
 
 use super::pairs::Pairs;
 
-/// The share of the squared singular values that the rank of a head's features has.
+/// The share of the squared singular values that defines the rank of a head's features.
 pub const RANK_SHARE: f64 = 0.99;
 
 /// Sums over the tokens that compute a head.
@@ -15,7 +15,7 @@ pub(super) struct FeatureSums {
     head_dim: usize,
     /// Sum of o o^T of each head, `[H, D, D]`.
     grams: Vec<f64>,
-    /// Cosine of two heads' outputs.
+    /// Cosines of two heads' outputs.
     pub similarity: Pairs,
 }
 
@@ -25,7 +25,7 @@ impl FeatureSums {
         FeatureSums { head_dim, grams, similarity: Pairs::new(heads) }
     }
 
-    /// Adds tokens: their outputs `[N, H, D]`, and whether they compute a head, `[N, H]`.
+    /// Adds tokens: their outputs `[N, H, D]`, and flags whether they compute a head, `[N, H]`.
     pub fn add(&mut self, outputs: &[f32], active: &[u8], heads: usize) {
         let dim = self.head_dim;
         let tokens = || outputs.chunks_exact(heads * dim).zip(active.chunks_exact(heads));
@@ -57,8 +57,8 @@ impl FeatureSums {
         }
     }
 
-    /// Returns the rank of each head's features: how many of the largest singular values of the matrix `[N, D]` of its
-    /// outputs have [`RANK_SHARE`] of the sum of the squares of all.
+    /// Returns the rank of each head's features, the matrix `[N, D]` of its outputs. The rank is the number of largest
+    /// singular values with [`RANK_SHARE`] of the sum of all squares.
     pub fn ranks(&self) -> Vec<usize> {
         let of_head = |gram: &[f64]| rank(gram, self.head_dim);
         self.grams.par_chunks(self.head_dim * self.head_dim).map(of_head).collect()
@@ -73,8 +73,8 @@ fn add_outer_product(gram: &mut [f64], output: &[f32]) {
     }
 }
 
-/// Returns the rank by the Gram matrix `[D, D]` of the features, whose eigenvalues are the squared singular values; 0
-/// of features that are zero.
+/// Returns the rank, given the Gram matrix `[D, D]` of the features. Its eigenvalues are the squared singular values.
+/// The rank of zero features is 0.
 fn rank(gram: &[f64], dim: usize) -> usize {
     let eigen = SymmetricEigen::new(DMatrix::from_row_slice(dim, dim, gram));
     let mut values: Vec<f64> = eigen.eigenvalues.iter().map(|value| value.max(0.0)).collect();
@@ -93,7 +93,8 @@ fn rank(gram: &[f64], dim: usize) -> usize {
 mod tests {
     use super::*;
 
-    /// Features of a head of `dim` elements: tokens along the first `rank` axes in turn, turned by reflections.
+    /// Returns features of a head of `dim` elements: tokens along the first `rank` axes in turn, rotated by
+    /// reflections.
     fn features(dim: usize, rank: usize) -> Vec<f32> {
         let mut all = Vec::new();
         for token in 0..6 * rank {
@@ -120,7 +121,7 @@ mod tests {
             assert_eq!(sums.ranks(), [known], "{dim}");
         }
         assert_eq!(FeatureSums::new(1, 4).ranks(), [0]);
-        // A direction with a thousandth of the squares is below the share.
+        // A direction with a thousandth of the squares does not count.
         assert_eq!(rank(&[1.0, 0.0, 0.0, 0.001], 2), 1);
         assert_eq!(rank(&[1.0, 0.0, 0.0, 0.02], 2), 2);
     }
@@ -133,7 +134,7 @@ mod tests {
         assert!((sums.similarity.mean(0, 1).unwrap() - 1.0).abs() < 1e-12);
         assert!((sums.similarity.mean(0, 2).unwrap() - 0.5).abs() < 1e-12);
         assert!(sums.similarity.mean(1, 2).unwrap().abs() < 1e-12);
-        // The second head's features are the first token's alone.
+        // The second head is computed only by the first token.
         assert_eq!(sums.ranks(), [2, 1, 2]);
     }
 }

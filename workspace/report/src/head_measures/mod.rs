@@ -1,8 +1,9 @@
-//! What the heads of a model do: which tokens compute them, how far they look, how alike they are, and how many
-//! dimensions their outputs have, by layer and head, on one or more texts. `docs/formats.md` defines the figures.
+//! Measures of a model's heads: their loads, the distance and entropy of their attention, their similarity, and the
+//! rank of their outputs. They are computed by layer and head, on one or more texts. `docs/formats.md` defines the
+//! figures.
 //!
-//! Everything is computed from the queries, keys and outputs of the model's own pass, with the heads that it selects,
-//! in f64 and in an order that does not depend on the number of threads.
+//! All figures are computed from the queries, keys and outputs of the model's own pass, with the heads that it selects.
+//! They are computed in f64 and in an order that does not depend on the number of threads.
 
 mod document;
 mod features;
@@ -30,7 +31,7 @@ pub use sentence::{SentenceLayer, sentence};
 pub use served::ServedToken;
 pub use walk::Source;
 
-/// An error of measuring heads; its message is one sentence: what is wrong, where, and what to do.
+/// An error of measuring heads. Its message is a sentence with the fault, its place, and a remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file could not be read or written, or cannot be used.
@@ -44,7 +45,7 @@ pub enum Error {
     Invalid(String),
 }
 
-/// A text that heads are measured on.
+/// A text for measuring heads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeadText {
     /// Its name in the report.
@@ -53,7 +54,7 @@ pub struct HeadText {
     pub ids: Vec<u32>,
 }
 
-/// The texts of a report, in order, and each layer.
+/// The texts of a report, in order, and its layers.
 pub type HeadReport = (Vec<TextReport>, Vec<LayerReport>);
 
 /// A text of a report.
@@ -65,26 +66,27 @@ pub struct TextReport {
     pub tokens: usize,
 }
 
-/// What the heads of a layer do.
+/// Measures of the heads of a layer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LayerReport {
     /// The layer, from 0.
     pub layer: usize,
-    /// Mean entropy of the gates of each text's tokens, in nats; `None` in a layer that routes no heads.
+    /// Mean entropy of the gates of each text's tokens, in nats; `None` if the layer routes no heads.
     pub gate_entropy: Option<Vec<f64>>,
-    /// The mean over all pairs of heads that some token computes; `None` without such a pair.
+    /// Mean similarity of attention patterns, over all pairs of heads that some token computes; `None` without such a
+    /// pair.
     pub pattern_similarity: Option<f64>,
-    /// The same of outputs.
+    /// Mean similarity of outputs, over the same pairs.
     pub output_similarity: Option<f64>,
-    /// Of each head with each; `None` where no token computes both.
+    /// Similarity of patterns of each head with each; `None` if no token computes both.
     pub pattern_similarities: Vec<Vec<Option<f64>>>,
-    /// The same of outputs.
+    /// Similarity of outputs of each head with each, likewise.
     pub output_similarities: Vec<Vec<Option<f64>>>,
     /// Each head, in order.
     pub heads: Vec<OneHead>,
 }
 
-/// What a head does.
+/// Measures of a head.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct OneHead {
     /// The head, from 0.
@@ -95,20 +97,20 @@ pub struct OneHead {
     pub load: Vec<f64>,
     /// Rank of its outputs.
     pub feature_rank: usize,
-    /// Mean distance of what tokens attend to, in tokens; `None` if no token computes it.
+    /// Mean distance of attention, in tokens; `None` if no token computes the head.
     pub distance: Option<f64>,
     /// Mean entropy of the rows of attention, in nats.
     pub entropy: Option<f64>,
-    /// The tokens that compute it most often, of a routed head.
+    /// The tokens that compute a routed head most often.
     pub tokens: Vec<ServedToken>,
 }
 
-/// Measures the heads of the model that `config` describes on texts of whole windows of `length` tokens, on one
-/// device. `weights` writes each tensor by its name; `progress` is called with the layers that are done and all of them,
-/// and can stop the work with `ControlFlow::Break`, which gives `Ok(None)`.
+/// Measures the heads of the model that `config` describes, on a single device, on texts of whole windows of `length`
+/// tokens. `weights` writes each tensor by its name. `progress` receives the number of finished layers and of all
+/// layers. If it returns `ControlFlow::Break`, returns `Ok(None)`.
 ///
 /// # Errors
-/// Fails if `weights` fails, for a text that is not of whole windows, and if the device fails.
+/// Fails if `weights` fails, if a text is not of whole windows, or if the device fails.
 pub fn measure_heads<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
     backend: &B,
     config: &ModelConfig,
@@ -144,7 +146,7 @@ pub fn measure_heads<B: Backend + Clone, E: From<Error> + From<moh_model::Error>
     Ok(Some((texts.iter().map(text).collect(), layers.collect())))
 }
 
-/// Returns the mean of some values, if there are any.
+/// Returns the mean of values; `None` without values.
 pub fn mean(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     let values: Vec<f64> = values.into_iter().collect();
     (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
@@ -184,7 +186,7 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Adds what a layer computes of some windows.
+    /// Adds a layer's results on some windows.
     fn add(&self, sums: &mut LayerSums, pass: &LayerPass) {
         let ModelConfig {
             num_attention_heads: heads, num_key_value_heads: kv_heads, head_dim, ..

@@ -1,10 +1,10 @@
 //! Means over the pairs of a layer's heads.
 
-/// Sums of a quantity of two heads, over the tokens that compute both.
+/// Sums of a quantity of two heads, over tokens that compute both.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Pairs {
     heads: usize,
-    /// `[heads, heads]`, where the first head is the lower one.
+    /// `[heads, heads]`; the first head is the lower.
     sums: Vec<f64>,
     counts: Vec<f64>,
 }
@@ -14,7 +14,7 @@ impl Pairs {
         Pairs { heads, sums: vec![0.0; heads * heads], counts: vec![0.0; heads * heads] }
     }
 
-    /// Adds what a token has of two heads.
+    /// Adds a token's value for two heads.
     pub fn add(&mut self, low: usize, high: usize, value: f64) {
         self.sums[low * self.heads + high] += value;
         self.counts[low * self.heads + high] += 1.0;
@@ -31,14 +31,14 @@ impl Pairs {
         (self.counts[at] > 0.0).then(|| self.sums[at] / self.counts[at])
     }
 
-    /// Returns the mean over all pairs that some token computes; `None` if there is none.
+    /// Returns the mean over all pairs that some token computes; `None` if no token computes a pair.
     pub fn mean_of_all(&self) -> Option<f64> {
         let pairs =
             (0..self.heads).flat_map(|low| (low + 1..self.heads).map(move |high| (low, high)));
         super::mean(pairs.filter_map(|(low, high)| self.mean(low, high)))
     }
 
-    /// Returns the means of all heads with all, 1 of a head with itself.
+    /// Returns the means of all heads with all heads, 1 for a head with itself.
     pub fn matrix(&self) -> Vec<Vec<Option<f64>>> {
         let value = |head, other| if head == other { Some(1.0) } else { self.mean(head, other) };
         (0..self.heads)
@@ -47,7 +47,7 @@ impl Pairs {
     }
 }
 
-/// Adds the elements of `from` to those of `to`.
+/// Adds the elements of `from` to `to`.
 pub(super) fn add(to: &mut [f64], from: &[f64]) {
     to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
 }

@@ -1,11 +1,11 @@
-//! Attention patterns: the rows of softmax(Q K^T / sqrt D) of every head, how far they look, how they spread, and
-//! how alike two heads' are.
+//! Attention patterns: the rows of softmax(Q K^T / sqrt D) of every head, their distance and entropy, and the
+//! similarity of two heads' rows.
 
 use rayon::prelude::*;
 
 use super::pairs::{Pairs, add};
 
-/// The queries and keys of one window in one layer, as attention reads them.
+/// The queries and keys of a window in a layer, as attention reads them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Window<'a> {
     /// `[T, H, D]`.
@@ -19,16 +19,16 @@ pub(super) struct Window<'a> {
     pub head_dim: usize,
 }
 
-/// Sums over the rows of the tokens that compute a head.
+/// Sums over the rows of tokens that compute a head.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct PatternSums {
-    /// Rows of each head.
+    /// The number of rows of each head.
     pub rows: Vec<f64>,
-    /// Mean distance, in tokens, between the token of a row and those that it attends to.
+    /// Mean distance, in tokens, between the token of a row and the tokens that it attends to.
     pub distance: Vec<f64>,
     /// Entropy of a row, in nats.
     pub entropy: Vec<f64>,
-    /// Of two heads that a token computes: 1 - |a - b|_1 / 2 of their rows.
+    /// Similarity of two heads that a token computes: 1 - |a - b|_1 / 2 of their rows.
     pub similarity: Pairs,
 }
 
@@ -43,8 +43,8 @@ impl PatternSums {
         }
     }
 
-    /// Adds the rows of a window, in order whatever the number of threads. The first token is left out: its row
-    /// is 1 in every head.
+    /// Adds the rows of a window, in an order that does not depend on the number of threads. The first token is
+    /// omitted, because its row is 1 in every head.
     pub fn add(&mut self, window: Window<'_>) {
         let length = window.active.len() / window.heads;
         let rows = (1..length).into_par_iter().map(|token| window.sums_of(token));
@@ -108,7 +108,7 @@ impl Window<'_> {
 mod tests {
     use super::*;
 
-    /// Three tokens, two heads that read one key, one element each.
+    /// Returns a window of three tokens and two heads that read the same key, with one element each.
     fn window<'a>(queries: &'a [f32], active: &'a [u8]) -> Window<'a> {
         const KEYS: [f32; 3] = [0.0, 1.0, 2.0];
         Window { queries, keys: &KEYS, active, heads: 2, kv_heads: 1, head_dim: 1 }
@@ -132,7 +132,7 @@ mod tests {
         let mut other = PatternSums::new(2);
         other.add(window(&[1.0, 1.0, 2.0, -40.0, 40.0, -40.0], &[1; 6]));
         assert!(other.similarity.mean(0, 1).unwrap() < 0.2);
-        // Uniform rows of 2 and 3 tokens look back half a token and one.
+        // Uniform rows of 2 and 3 tokens have distances of a half and of one token.
         let mut uniform = PatternSums::new(2);
         uniform.add(window(&[0.0; 6], &[1, 1, 1, 0, 1, 1]));
         assert_eq!((uniform.rows[0], uniform.rows[1]), (2.0, 1.0));

@@ -17,23 +17,23 @@ pub struct SentenceLayer {
     pub layer: usize,
     /// Its shared heads.
     pub shared_heads: Vec<usize>,
-    /// The heads that each token computes, shared ones too.
+    /// The heads that each token computes, including shared heads.
     pub active: Vec<Vec<usize>>,
-    /// The gates of each token, 0 of shared heads; `None` in a layer that routes no heads.
+    /// The gates of each token, 0 for shared heads; `None` in a layer that routes no heads.
     pub gates: Option<Vec<Vec<f32>>>,
-    /// What each token multiplies the heads' outputs by, 0 of those that it does not compute; `None` of a router that
+    /// The factors of each token for the heads' outputs, 0 for heads that it does not compute. `None` if the router
     /// does not weigh heads.
     pub weights: Option<Vec<Vec<f32>>>,
-    /// The attention of each head, in its order: of each token over the tokens up to it, also where the token
-    /// does not compute the head.
+    /// The attention of each head, in order: of each token over the tokens up to it, even if the token does not compute
+    /// the head.
     pub maps: Vec<Vec<Vec<f32>>>,
 }
 
-/// Returns the heads of every layer of the model that `config` describes on the tokens `ids`, on one device. `weights`
-/// writes each tensor by its name.
+/// Returns the heads of every layer on the tokens `ids`, of the model that `config` describes, on a single device.
+/// `weights` writes each tensor by its name.
 ///
 /// # Errors
-/// Fails if `weights` fails, without a token, for more than the model's context, and if the device fails.
+/// Fails if `weights` fails, without tokens, with more tokens than the model's context, or if the device fails.
 pub fn sentence<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
     backend: &B,
     config: &ModelConfig,

@@ -1,12 +1,12 @@
-//! The tokens that a head serves most: those of whose occurrences the largest share computes it.
+//! The tokens that a head serves most: the largest share of their occurrences computes the head.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// Tokens that occur less often do not count: their shares say little.
+/// The fewest occurrences of a token that counts: the shares of rarer tokens say little.
 const FEWEST: u64 = 16;
-/// Tokens of a head in a report.
+/// The most tokens of a head in a report.
 const MOST: usize = 8;
 
 /// A token that a head serves.
@@ -14,25 +14,25 @@ const MOST: usize = 8;
 pub struct ServedToken {
     /// Its id.
     pub id: u32,
-    /// Its text, where a tokenizer is known.
+    /// Its text, if a tokenizer is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
-    /// How often it occurs.
+    /// The number of its occurrences.
     pub occurrences: u64,
     /// The share of its occurrences that compute the head.
     pub share: f64,
 }
 
-/// Occurrences of tokens, and those that compute each head.
+/// Occurrences of tokens, and occurrences that compute each head.
 #[derive(Debug, Clone)]
 pub(super) struct ServedTokens {
     heads: usize,
-    /// By id: occurrences, and those that compute each head.
+    /// By id: the number of occurrences, and of occurrences that compute each head.
     tokens: BTreeMap<u32, (u64, Vec<u64>)>,
 }
 
 impl ServedToken {
-    /// Its text, or its id where no tokenizer was known.
+    /// Returns its text, or its id if no tokenizer was known.
     pub fn shown(&self) -> String {
         self.text.clone().unwrap_or_else(|| self.id.to_string())
     }
@@ -51,7 +51,7 @@ impl ServedTokens {
         computed.iter_mut().zip(active).for_each(|(sum, &active)| *sum += u64::from(active));
     }
 
-    /// Returns the tokens that compute a head most often, by falling share; of equal shares the more frequent token
+    /// Returns the tokens that compute a head most often, by falling share. Of equal shares, the more frequent token is
     /// first.
     pub fn most(&self, head: usize) -> Vec<ServedToken> {
         let frequent = self.tokens.iter().filter(|(_, (occurrences, _))| *occurrences >= FEWEST);
@@ -63,7 +63,7 @@ impl ServedTokens {
         };
         let mut all: Vec<ServedToken> =
             frequent.map(token).filter(|token| token.share > 0.0).collect();
-        // Stable: of equal ones the lower id first.
+        // The sort is stable: of equal tokens, the lower id is first.
         all.sort_by(|a, b| b.share.total_cmp(&a.share).then(b.occurrences.cmp(&a.occurrences)));
         all.truncate(MOST);
         all

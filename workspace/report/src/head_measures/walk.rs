@@ -1,5 +1,5 @@
-//! The layers of a model one after another, on windows of tokens whose residual stream is kept on the host: the
-//! memory of a layer and of the stream, whatever the size of the model.
+//! Computes the layers of a model one after another, on windows of tokens. The residual stream is kept on the host, so
+//! that only a layer and the stream need memory, whatever the size of the model.
 
 use std::collections::HashSet;
 use std::ops::{ControlFlow, Range};
@@ -13,7 +13,7 @@ use crate::head_measures::Error;
 /// The source of a model's weights: writes a tensor by its name.
 pub type Source<'a, E> = &'a mut dyn FnMut(&str, &mut [f32]) -> Result<(), E>;
 
-/// What the heads of a layer compute of some windows.
+/// The results of a layer's heads on some windows.
 pub(super) struct LayerPass {
     /// The windows, from 0.
     pub windows: Range<usize>,
@@ -25,14 +25,15 @@ pub(super) struct LayerPass {
     pub outputs: Vec<f32>,
     /// Whether a token computes a head, `[N, H]`.
     pub active: Vec<u8>,
-    /// The gates of a layer that routes, `[N, H]`, 0 of shared heads.
+    /// The gates of a layer that routes, `[N, H]`, 0 for shared heads.
     pub gates: Option<Vec<f32>>,
-    /// The factors of the outputs, if the router weighs heads; `[N, H]`.
+    /// The factors of the outputs `[N, H]`, if the router weighs heads.
     pub weights: Option<Vec<f32>>,
 }
 
-/// Calls `on_pass` with what each layer computes of each pass over `ids`, whole windows of `length` tokens, the passes in
-/// order within each layer, and `progress` with the layers that are done and all; `false` if it breaks off.
+/// Calls `on_pass` with the results of each layer and pass over `ids`, which are whole windows of `length` tokens. The
+/// passes of a layer are in order. Calls `progress` with the number of finished layers and of all layers. Returns
+/// `false` if it breaks.
 pub(super) fn walk<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
     backend: &B,
     config: &ModelConfig,
@@ -42,7 +43,7 @@ pub(super) fn walk<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
     on_pass: &mut dyn FnMut(usize, LayerPass),
     progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
 ) -> Result<bool, E> {
-    // Windows of a pass, which divide all windows.
+    // The windows of a pass; their number divides the number of all windows.
     let batch = windows_of_pass(ids.len() / length, length);
     // The residual stream before the first layer, `[tokens, C]`.
     let mut stream = Vec::with_capacity(ids.len() * config.hidden_size);
@@ -50,7 +51,7 @@ pub(super) fn walk<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
     for ids in ids.chunks_exact(batch * length) {
         stream.extend(ends.embed(ids)?);
     }
-    // Before the block takes its place.
+    // Frees its memory before the block is allocated.
     drop(ends);
     let names: HashSet<String> = tensor_shapes(config).into_iter().map(|(name, _)| name).collect();
     let mut block = BlockPass::new(backend.clone(), config, batch, length)?;
@@ -61,7 +62,7 @@ pub(super) fn walk<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
         }
         block.load::<E>(layer, |name, values| match names.contains(name) {
             true => weights(name, values),
-            // A learned router's, in a layer without routed heads.
+            // Tensors of a learned router, in a layer without routed heads.
             false => {
                 values.fill(0.0);
                 Ok(())
@@ -75,7 +76,7 @@ pub(super) fn walk<B: Backend + Clone, E: From<Error> + From<moh_model::Error>>(
     Ok(true)
 }
 
-/// What a layer computes of the residual stream `x`, which becomes that behind it.
+/// Returns the results of a layer on the residual stream `x`, and replaces `x` by the stream after the layer.
 fn pass<B: Backend>(
     block: &mut BlockPass<B>,
     config: &ModelConfig,

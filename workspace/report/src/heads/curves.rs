@@ -1,4 +1,4 @@
-//! Curves over the layers: of shared and routed heads, of one model or of several.
+//! Curves over the layers, of shared and routed heads, of one or more models.
 
 use crate::head_measures::{HeadDocument, LayerReport, OneHead, mean};
 use maud::{Markup, html};
@@ -10,11 +10,11 @@ use crate::routing::by_layer;
 
 type Chart = (&'static str, &'static str, Values);
 
-/// What a chart has a curve of, for each model.
+/// The values of a chart's curves, for each model.
 enum Values {
-    /// A layer.
+    /// A value of each layer.
     Layer(fn(&LayerReport) -> Option<f64>),
-    /// The heads, shared and routed ones apart.
+    /// Means of the heads, separate for shared and routed heads.
     Heads(fn(&OneHead) -> Option<f64>),
 }
 
@@ -78,7 +78,7 @@ fn lines(models: &[Model<'_>], values: &Values) -> Vec<Line> {
     lines
 }
 
-/// Returns the curve `place`, `kind`, of a model: with the model's name and colour if there are several.
+/// Returns the curve `place`, `kind`, of a model. If there are several models, it has the model's name and colour.
 fn line(
     models: &[Model<'_>],
     number: usize,

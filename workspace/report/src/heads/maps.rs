@@ -1,5 +1,5 @@
-//! Maps of a layer's heads: their loads by text, side by side for all layers, as in the paper's Figure 3, and how alike
-//! each two of them are.
+//! Maps of a layer's heads: their loads by text, side by side for all layers as in the paper's Figure 3, and the
+//! similarity of each pair.
 
 use maud::{Markup, html};
 
@@ -36,7 +36,7 @@ fn load_map(document: &HeadDocument, layer: &LayerReport) -> HeatMap {
     }
 }
 
-/// Returns the head whose loads differ most between two texts.
+/// Returns a sentence about the head with the largest difference of loads between two texts.
 fn describe(document: &HeadDocument, layer: &LayerReport) -> String {
     let ends = |head: &&OneHead| {
         let loads = head.load.iter().copied().enumerate();
@@ -67,7 +67,7 @@ fn describe(document: &HeadDocument, layer: &LayerReport) -> String {
 
 const MAX_CELLS: usize = 100_000;
 
-/// Returns the maps of each layer, closed at first.
+/// Returns the maps of each layer, folded at first.
 pub(super) fn pairs(Model { document, .. }: &Model<'_>) -> Markup {
     let heads = document.layers.first().map_or(1, |layer| layer.heads.len());
     let most = (MAX_CELLS / (2 * heads * heads)).max(1);

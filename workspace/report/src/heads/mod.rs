@@ -1,4 +1,4 @@
-//! The page of what heads do: documents of `moh-eval heads --json`, of one model or of several that it compares.
+//! The page about heads: documents of `moh-eval heads --json`, of a single model or of several models that it compares.
 
 mod curves;
 mod maps;
@@ -19,14 +19,14 @@ use crate::page::{TITLE_CHARACTERS, shell};
 
 const NAME_CHARACTERS: usize = 60;
 
-/// Most parts of a model's path that are its name.
+/// The most parts of a model's path in its name.
 const MAX_PARTS: usize = 6;
 
-/// Writes the page of the documents `files` to the file `out`, as a whole. An earlier page is replaced, any other file
+/// Writes the page of the documents `files` to the file `out`, atomically. An earlier page is replaced, any other file
 /// only with `force`.
 ///
 /// # Errors
-/// Fails if a file is no document of `moh-eval heads --json`, if `out` is not to be replaced, or cannot be written.
+/// Fails if a file is not a document of `moh-eval heads --json`, or if `out` must not be replaced or cannot be written.
 pub fn write_heads(files: &[PathBuf], out: &Path, force: bool) -> anyhow::Result<()> {
     crate::refuse_other_files(out, force)?;
     let documents: Vec<HeadDocument> =
@@ -35,7 +35,7 @@ pub fn write_heads(files: &[PathBuf], out: &Path, force: bool) -> anyhow::Result
 }
 
 struct Model<'a> {
-    /// A short name that no other model of the page has.
+    /// A short name, unique on the page.
     name: String,
     document: &'a HeadDocument,
 }
@@ -89,7 +89,7 @@ pub fn heads_page(documents: &[HeadDocument], now: SystemTime) -> String {
     shell(&title, body, None)
 }
 
-/// Returns a part of each model that has it, below its name if there are several.
+/// Returns a part of each model that has the part, below the model's name if there are several.
 fn each(
     models: &[Model<'_>],
     has: fn(&Model<'_>) -> bool,
@@ -103,7 +103,8 @@ fn each(
     }
 }
 
-/// Returns the models with the last parts of their names: as many as tell them apart, without the `export` of a run.
+/// Returns the models, named by the last parts of their paths. The names have as many parts as tell them apart, and no
+/// `export` of a run.
 fn named(documents: &[HeadDocument]) -> Vec<Model<'_>> {
     let parts = |document: &HeadDocument, count: usize| {
         let name = document.model.strip_suffix("/export").unwrap_or(&document.model);
@@ -113,7 +114,7 @@ fn named(documents: &[HeadDocument]) -> Vec<Model<'_>> {
     let names = |count| documents.iter().map(|d| parts(d, count)).collect::<Vec<_>>();
     let differ = |names: &Vec<String>| names.iter().collect::<BTreeSet<_>>().len() == names.len();
     let named = (1..=MAX_PARTS).map(names).find(differ);
-    // The same model twice, or names that differ beyond what is shown.
+    // The same model twice, or names that differ only beyond the shown part.
     let numbered = || {
         let names = names(1).into_iter().enumerate();
         names.map(|(number, name)| format!("{name} ({})", number + 1)).collect()

@@ -8,11 +8,11 @@ use super::served::visible;
 use crate::chart::{Cell, HeatMap, HeatRow};
 use crate::figure;
 
-/// Most tokens of the table, and of the maps.
+/// The most tokens of the table, and of the maps.
 const MAX_TOKENS: usize = 512;
 const MAX_MAP_TOKENS: usize = 64;
 
-/// Most layers whose maps are shown, evenly apart, and heads of each kind in each.
+/// The most layers with maps, evenly spaced, and the most heads of each kind in a layer.
 const MAP_LAYERS: usize = 3;
 const MAP_HEADS: usize = 2;
 
@@ -68,7 +68,7 @@ fn selected(layer: &SentenceLayer, token: usize) -> String {
     routed.map(usize::to_string).collect::<Vec<_>>().join(" ")
 }
 
-/// Maps of some layers, the first and the last among them.
+/// Returns maps of some layers, including the first and the last.
 fn maps(sentence: &Sentence) -> Vec<HeatMap> {
     let (layers, last) = (&sentence.layers, sentence.layers.len().saturating_sub(1));
     let mut picked: Vec<usize> =
@@ -79,7 +79,7 @@ fn maps(sentence: &Sentence) -> Vec<HeatMap> {
     all.map(|(layer, (head, kind))| map(&sentence.tokens, layer, head, kind)).collect()
 }
 
-/// Returns the first shared heads of a layer, and the routed heads that most tokens compute, with their kinds.
+/// Returns the first shared heads of a layer and the routed heads that most tokens compute, with their kinds.
 fn heads(layer: &SentenceLayer) -> Vec<(usize, &'static str)> {
     let shared = layer.shared_heads.iter().map(|&head| (head, "shared"));
     let is_routed = |head: &usize| !layer.shared_heads.contains(head);

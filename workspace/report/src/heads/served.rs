@@ -1,4 +1,4 @@
-//! The tokens of whose occurrences the largest share computes a head.
+//! The tokens that a head serves most: the largest share of their occurrences computes the head.
 
 use crate::head_measures::OneHead;
 use maud::{Markup, html};
@@ -12,7 +12,7 @@ pub(super) fn has_tokens(model: &Model<'_>) -> bool {
     model.document.layers.iter().flat_map(|layer| &layer.heads).any(|head| !head.tokens.is_empty())
 }
 
-/// Returns a table of all routed heads, closed at first.
+/// Returns a table of all routed heads, folded at first.
 pub(super) fn part(Model { document, .. }: &Model<'_>) -> Markup {
     let routed = |head: &&OneHead| !head.tokens.is_empty();
     html! {
@@ -36,7 +36,7 @@ pub(super) fn part(Model { document, .. }: &Model<'_>) -> Markup {
     }
 }
 
-/// Returns a token with its spaces and line ends to be seen.
+/// Returns a token with visible spaces, tabs and line ends.
 pub(super) fn visible(token: &str) -> String {
     let token = token.replace(' ', "\u{2423}").replace('\n', "\u{21b5}").replace('\t', "\u{21e5}");
     shorten(&token, TOKEN_CHARACTERS)

@@ -1,4 +1,4 @@
-//! `moh-report`: a page that shows one run, or compares several.
+//! `moh-report`: writes a page that shows a run, or compares several.
 
 use std::io::{Write as _, stdout};
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use moh_program::exit::{self, Usage, stderr_line};
 use moh_report::PAGE;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
-/// Time between two looks for a signal.
+/// The time between two looks for a signal.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Write a page that shows a run, or compares several, or shows what heads do
@@ -94,7 +94,7 @@ fn write(arguments: &Arguments) -> anyhow::Result<()> {
         while start.elapsed() < time && !is_stopped.load(Ordering::Relaxed) {
             std::thread::sleep(LOOK);
         }
-        // The last page is the same in a browser from then on.
+        // A browser does not reload the last page.
         refresh = write(!is_stopped.load(Ordering::Relaxed))?.1;
     }
     if let (None, [run]) = (&arguments.out, &arguments.runs[..])

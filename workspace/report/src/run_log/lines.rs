@@ -1,5 +1,5 @@
-//! Lines of JSON for a page: a line that cannot be read is left out with a remark, so that one broken line costs
-//! neither the other lines nor the page. Training and `moh-train` are strict instead (`moh_checkpoint::run_log::metrics`).
+//! Lines of JSON for a page. A line that cannot be read is omitted with a remark, so that a broken line costs neither
+//! other lines nor the page. Training and `moh-train` are strict instead (`moh_checkpoint::run_log::metrics`).
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, Read as _};
@@ -12,10 +12,10 @@ use crate::chart::shorten;
 /// Maximum bytes of a line, as in `moh_checkpoint::run_log`.
 const MAX_LINE_BYTES: u64 = 64 << 10;
 
-/// Lines of a file that are named; the others are only counted.
+/// The most lines of a file that are named. Further lines are only counted.
 const MAX_NAMED: usize = 5;
 
-/// Characters of a reason, which may quote the line.
+/// The most characters of a reason, which may quote the line.
 const REASON_CHARACTERS: usize = 160;
 
 #[derive(Debug, Clone, PartialEq)]
@@ -23,7 +23,7 @@ pub struct LeftOut {
     /// The file's name in the run directory.
     pub file: String,
     pub count: u64,
-    /// The first of them: number from 1, and reason.
+    /// The first omitted lines: number from 1, and reason.
     pub first: Vec<(u64, String)>,
 }
 
@@ -36,8 +36,9 @@ impl LeftOut {
     }
 }
 
-/// Passes the number and the text of each complete line of the file at `path` to `visit`, and adds those that it
-/// refuses to `left_out`; returns how many lines there are. A missing file has none. Text after the last line is that of one that is being written.
+/// Calls `visit` with the number and the text of each complete line of the file at `path`. Adds lines that `visit`
+/// rejects to `left_out`. Returns the number of lines, 0 for a missing file. Text after the last line end is a line
+/// that is still being written.
 pub(super) fn for_each(
     path: &Path,
     left_out: &mut Vec<LeftOut>,
@@ -71,7 +72,7 @@ pub(super) fn for_each(
     Ok(count)
 }
 
-/// What is wrong with a line: the number of the line is that in the file, not the one that the parser knows.
+/// Returns the fault of a line, without the parser's line number, which is not the number in the file.
 pub(super) fn reason(error: serde_json::Error) -> String {
     let text = error.to_string();
     match text.rsplit_once(" at line ") {

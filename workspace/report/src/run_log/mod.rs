@@ -1,6 +1,6 @@
-//! A run as its directory tells it, at any moment of it: nothing is locked, changed or waited for. What is
-//! missing because the run has just begun is absent here; a line that cannot be read is left out and named, and a
-//! file that cannot be read is an error, so that nothing is left out in silence.
+//! Reads a run from its directory, at any moment of the run, without locking, changing or waiting for a file. Files
+//! that a young run does not have yet are absent here. A line that cannot be read is omitted with a remark. A file that
+//! cannot be read is an error, so that no data is silently omitted.
 
 mod lines;
 mod routing;
@@ -29,25 +29,25 @@ const MAX_RECIPE_BYTES: u64 = 1 << 20;
 #[derive(Debug)]
 pub struct RunLog {
     pub root: PathBuf,
-    /// A short name of the run: that of its directory.
+    /// A short name of the run, from its directory.
     pub name: String,
-    /// The recipe, if there is one that this version reads.
+    /// The recipe, if this version can read it.
     pub recipe: Option<Recipe>,
-    /// Its text, or why there is none.
+    /// The recipe's text, or why it is missing.
     pub recipe_text: Result<String, String>,
-    /// The name of the first validation set, of which summaries speak: `validation` if it has none of its own.
+    /// The name of the first validation set, which summaries report; `validation` if no recipe names it.
     pub first_set: String,
     pub steps: Steps,
-    /// Steps of the run before the first one of `steps`.
+    /// Steps of the run before the first step of `steps`.
     pub steps_before: u64,
-    /// The results: of a run that has not finished, those of its newest checkpoint.
+    /// The results; of an unfinished run, the results of its newest checkpoint.
     pub summary: Summary,
     pub is_finished: bool,
-    /// How evaluations use the routed heads: the newest of each set, and those after no step.
+    /// The use of routed heads in evaluations: the newest of each set, and evaluations after no step.
     pub routing: Vec<RoutingEvaluation>,
-    /// How that use changed: the first set, then the others by name.
+    /// The changes of this use: the first set, then the others by name.
     pub routing_histories: Vec<RoutingHistory>,
-    /// On what the run trains; runs of earlier versions do not say.
+    /// The run's machine; missing for runs of earlier versions.
     pub machine: Option<Machine>,
     /// When the last step was written.
     pub written: Option<SystemTime>,
@@ -59,8 +59,8 @@ impl RunLog {
     /// Reads the directory `root`.
     ///
     /// # Errors
-    /// Fails if it is not a run directory, or if a file in it cannot be read or is damaged. Single lines that cannot
-    /// be read are left out.
+    /// Fails if it is not a run directory, or if a file in it cannot be read or is damaged. Lines that cannot be read
+    /// are omitted.
     pub fn read(root: &Path) -> anyhow::Result<Self> {
         let run = RunDirectory::new(root);
         if !is_run(root) {
@@ -121,7 +121,7 @@ impl RunLog {
         self.steps_before.saturating_add(self.steps.lines).max(self.summary.steps)
     }
 
-    /// Returns the tokens trained on after `step` steps over all stages, if the log has that step.
+    /// Returns the tokens trained on after `step` steps over all stages, if the log has the step.
     pub fn tokens_after(&self, step: u64) -> Option<f64> {
         if step == 0 {
             return Some(0.0);
@@ -131,8 +131,8 @@ impl RunLog {
         known.or_else(|| (step == self.summary.steps).then_some(self.summary.tokens as f64))
     }
 
-    /// Returns the losses of each validation set by tokens, in the order of the run, the first set first. A
-    /// conversion's loss follows that of the stage before it, at the same tokens.
+    /// Returns the losses of each validation set by tokens, the first set first. At the same tokens, the loss before a
+    /// conversion comes before the loss after it.
     pub fn validation(&self) -> Vec<(String, Vec<(f64, f64)>)> {
         let mut sets: BTreeMap<&str, Vec<(f64, bool, f64)>> = BTreeMap::new();
         for (name, losses) in &self.steps.validation {
@@ -154,31 +154,31 @@ impl RunLog {
         }
         let mut sets: Vec<(String, Vec<(f64, f64)>)> =
             sets.into_iter().map(|(name, losses)| (name.to_owned(), in_order(losses))).collect();
-        // The sort is stable, so that the others stay in the order of their names.
+        // The sort is stable, so that the other sets stay in the order of their names.
         sets.sort_by_key(|(name, _)| *name != self.first_set);
         sets
     }
 }
 
-/// Returns whether the directory `root` is that of a run: marked as one, or with two of a run's recipe, metrics,
-/// summary and checkpoints, as a copy without the mark. One of these names alone may be anybody's.
+/// Returns whether `root` is a run directory. It is marked, or has two of a run's recipe, metrics, summary and
+/// checkpoints, as a copy without the mark. A single such name may have another origin.
 pub fn is_run(root: &Path) -> bool {
     let run = RunDirectory::new(root);
     let files = [run.recipe(), run.metrics(), run.summary()].map(|path| path.is_file());
     let has_checkpoints = run.checkpoint_steps().is_ok_and(|steps| !steps.is_empty());
     let found = files.into_iter().chain([has_checkpoints]).filter(|&is_there| is_there).count();
-    // A directory that cannot be read is named when its files are.
+    // If the directory cannot be read, reading its files will name it.
     found >= 2 || run.is_run().unwrap_or(true)
 }
 
-/// Losses by tokens; one that a step and the end of its stage both have is there once.
+/// Returns losses by tokens. A loss that both a step and the end of its stage have is there once.
 fn in_order(mut losses: Vec<(f64, bool, f64)>) -> Vec<(f64, f64)> {
     losses.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
     losses.dedup_by(|b, a| a.0 == b.0 && a.1 == b.1 && a.2.total_cmp(&b.2).is_eq());
     losses.into_iter().map(|(tokens, _, loss)| (tokens, loss)).collect()
 }
 
-/// Returns the recipe, if it can be read, and its text. A recipe of another version costs no more than the names in it.
+/// Returns the recipe, if it can be read, and its text. If another version wrote the recipe, only its names are lost.
 fn read_recipe(run: &RunDirectory) -> anyhow::Result<(Option<Recipe>, Result<String, String>)> {
     let path = run.recipe();
     let file = match File::open(&path) {
@@ -196,8 +196,8 @@ fn read_recipe(run: &RunDirectory) -> anyhow::Result<(Option<Recipe>, Result<Str
     Ok((Recipe::parse_stored(&text, &path, &[]).ok(), Ok(text)))
 }
 
-/// Returns the results so far: of the newest checkpoint whose manifest can be read. Checkpoints may be removed and
-/// replaced at any time, and a damaged one is the concern of the run.
+/// Returns the results so far, of the newest checkpoint with a readable manifest. Checkpoints may be removed and
+/// replaced at any time, and a damaged checkpoint is the concern of the run.
 fn of_newest_checkpoint(run: &RunDirectory) -> anyhow::Result<Summary> {
     let steps = run.checkpoint_steps()?;
     let Some(stored) = steps.iter().rev().find_map(|&step| run.stored(step).ok()) else {
@@ -215,7 +215,7 @@ fn of_newest_checkpoint(run: &RunDirectory) -> anyhow::Result<Summary> {
     })
 }
 
-/// Returns the last part of a path, or all of it where that says nothing, as in `..`.
+/// Returns the last part of a path, or the whole path if it has no last part, such as `..`.
 fn name(root: &Path) -> String {
     let known = root.canonicalize().unwrap_or_else(|_| root.to_owned());
     let name = known.file_name().unwrap_or(root.as_os_str());

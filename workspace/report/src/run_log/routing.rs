@@ -1,6 +1,6 @@
-//! The evaluations of `routing.jsonl` that a page shows in full: of each validation set the newest one, and those
-//! before training and after conversions. A run writes one every few minutes for weeks, and what a page shows of the
-//! others is in [`RoutingHistory`].
+//! The evaluations of `routing.jsonl` that a page shows in full: the newest of each validation set, and evaluations
+//! before training and after conversions. A run writes an evaluation every few minutes for weeks. [`RoutingHistory`]
+//! has the shown values of all evaluations.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,17 +11,17 @@ use super::lines::{self, LeftOut};
 use super::routing_history::RoutingHistory;
 use crate::chart::printable;
 
-/// Maximum heads of all layers of an evaluation, several times those of the largest models.
+/// The most heads of all layers of an evaluation: several times the heads of the largest models.
 const MAX_HEADS: usize = 1 << 16;
 
-/// How one validation set uses the heads.
+/// The use of heads on a validation set.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RoutingEvaluation {
     pub set: String,
     pub step: u64,
     pub moment: RoutingMoment,
     pub layers: BTreeMap<usize, RoutingLine>,
-    /// Heads of these layers.
+    /// The number of heads of these layers.
     heads: usize,
 }
 
@@ -51,7 +51,7 @@ impl RoutingEvaluation {
 #[derive(Default)]
 struct Evaluations {
     kept: Vec<RoutingEvaluation>,
-    /// By set; more lines of them may come.
+    /// The newest evaluation of each set, which may get more lines.
     newest: BTreeMap<String, RoutingEvaluation>,
     histories: Vec<RoutingHistory>,
 }
@@ -73,20 +73,20 @@ impl Evaluations {
         Ok(())
     }
 
-    /// All evaluations, of which the newest are complete now.
+    /// Returns all evaluations, including the newest, which are now complete.
     fn finish(mut self) -> (Vec<RoutingEvaluation>, Vec<RoutingHistory>) {
         for (set, newest) in self.newest {
             RoutingHistory::of_set(&mut self.histories, &set, |history| history.finish(&newest));
             self.kept.push(newest);
         }
-        // Stable, so that a conversion stays after the step that it follows.
+        // The sort is stable, so that a conversion stays after the step that it follows.
         self.kept.sort_by_key(|evaluation| evaluation.step);
         (self.kept, self.histories)
     }
 }
 
-/// Reads the evaluations in the order of the run, and how each set's use of the heads changed. Lines that are not in
-/// the format, or have more heads than any model, are left out.
+/// Reads the evaluations in the order of the run, and each set's history. Lines that are not in the format, or have
+/// more heads than any model, are omitted.
 pub(super) fn read(
     path: &Path,
     left_out: &mut Vec<LeftOut>,

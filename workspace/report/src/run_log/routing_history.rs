@@ -1,5 +1,5 @@
-//! How a validation set's use of the heads changed over a run: of every evaluation how unequal the loads were, and of
-//! some, evenly apart, the load of each head. Its memory does not grow with the heads times the evaluations.
+//! The history of a validation set's use of heads. It has the inequality of the loads at every evaluation, and the load
+//! of each head at some evaluations, evenly spaced. So its memory does not grow with the heads times the evaluations.
 
 use std::collections::BTreeMap;
 
@@ -7,24 +7,24 @@ use moh_checkpoint::run_log::RoutingLine;
 
 use super::routing::RoutingEvaluation;
 
-/// Most evaluations of which each head's load is kept, and the newest one.
+/// The most evaluations with the load of each head, besides the newest.
 const MAX_PICKED: usize = 64;
 
-/// Most sets with a history.
+/// The most sets with a history.
 const MAX_SETS: usize = 8;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct RoutingHistory {
     pub set: String,
-    /// How unequal the loads were at every evaluation.
+    /// The inequality of the loads at every evaluation.
     pub spreads: Vec<Spread>,
-    /// The loads at some evaluations, with the first and the newest one.
+    /// The loads at some evaluations, including the first and the newest.
     pub picked: Vec<Loads>,
-    /// Every how many evaluations one is picked.
+    /// One in so many evaluations is picked.
     stride: usize,
 }
 
-/// How unequal the loads of an evaluation are.
+/// The inequality of the loads at an evaluation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Spread {
     pub step: u64,
@@ -45,7 +45,7 @@ pub struct Loads {
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerLoads {
-    /// The share of the tokens that select each head; `None` for a shared one.
+    /// The share of the tokens that select each head; `None` for a shared head.
     pub heads: Vec<Option<f32>>,
     pub imbalance: f32,
 }
@@ -67,13 +67,13 @@ impl RoutingHistory {
         }
     }
 
-    /// Adds an evaluation that is complete.
+    /// Adds a complete evaluation.
     pub(super) fn add(&mut self, evaluation: &RoutingEvaluation) {
         if self.spreads.len().is_multiple_of(self.stride) {
             if self.picked.len() == MAX_PICKED {
                 let mut places = 0..MAX_PICKED;
                 self.picked.retain(|_| places.next().is_some_and(|place| place % 2 == 0));
-                // A multiple of the new stride as well, as there is an even number of them.
+                // The number of evaluations is also a multiple of the new stride, because `MAX_PICKED` is even.
                 self.stride *= 2;
             }
             self.picked.push(Loads::new(evaluation));
@@ -81,7 +81,7 @@ impl RoutingHistory {
         self.spreads.push(Spread::new(evaluation));
     }
 
-    /// Adds the newest evaluation, which is picked in any case.
+    /// Adds the newest evaluation, and picks it in any case.
     pub(super) fn finish(&mut self, newest: &RoutingEvaluation) {
         let is_due = self.spreads.len().is_multiple_of(self.stride);
         self.add(newest);
@@ -123,8 +123,8 @@ pub fn load(line: &RoutingLine, selected: u64) -> f64 {
     selected as f64 / line.tokens.max(1) as f64
 }
 
-/// Returns the coefficient of variation of a layer's loads: their standard deviation in parts of their mean, 0 if they
-/// are equal.
+/// Returns the coefficient of variation of a layer's loads: their standard deviation divided by their mean, 0 for equal
+/// loads.
 fn imbalance(line: &RoutingLine) -> f64 {
     let count = line.selected.len().max(1) as f64;
     let loads = || line.selected.iter().map(|&selected| load(line, selected));

@@ -1,4 +1,4 @@
-//! What `metrics.jsonl` says about the steps of a run, in little memory: a run may have a million of them.
+//! The steps of `metrics.jsonl`, in little memory: a run may have a million steps.
 
 use std::collections::BTreeMap;
 
@@ -7,10 +7,10 @@ use moh_model::AuxiliaryLosses;
 
 use crate::chart::printable;
 
-/// The numbers of a step; NaN for what it lacks.
+/// The numbers of a step; a missing number is NaN.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Step {
-    /// The number of its line in the file, from 1: that of the step, but for those before the file.
+    /// The number of its line in the file, from 1. The step's own number is the same, plus the steps before the file.
     pub line: u64,
     /// Tokens trained on since the start of the run.
     pub tokens: f64,
@@ -34,9 +34,9 @@ pub struct StageSteps {
     /// Index of its first step in [`Steps::all`].
     pub first: usize,
     pub count: usize,
-    /// Number of its steps with times.
+    /// The number of its steps with times.
     pub timed: usize,
-    /// Sums of their times and rates; the largest of their memory.
+    /// Sums of their times and rates, and the maximum of their memory.
     pub speed: Speed,
     /// Sum of their tokens per second.
     pub rate: f64,
@@ -46,19 +46,19 @@ pub struct StageSteps {
 pub struct Steps {
     pub all: Vec<Step>,
     pub stages: Vec<StageSteps>,
-    /// Those that were not applied, with their indices in `all`.
+    /// Steps that were not applied, with their indices in `all`.
     pub skipped: Vec<(usize, SkippedStep)>,
-    /// The evaluations after steps, by set: index of the step, and losses.
+    /// The evaluations after steps, by set: the index of the step, and the losses.
     pub validation: BTreeMap<String, Vec<(usize, Validation)>>,
-    /// The stage's own number of the first step; 0 without one.
+    /// The stage's own number of the first step; 0 without steps.
     pub first_number: u64,
-    /// Lines of the file, with those that were left out.
+    /// Lines of the file, including omitted lines.
     pub lines: u64,
 }
 
 impl Steps {
-    /// Adds the step of a line. `first_set` is the name of the first validation set, which lines of earlier versions do
-    /// not name.
+    /// Adds the step of a line. `first_set` is the name of the first validation set, which earlier versions did not
+    /// write.
     pub(super) fn push(&mut self, line: u64, metrics: &StepMetrics, first_set: &str) {
         let index = self.all.len();
         if index == 0 {
@@ -121,7 +121,7 @@ impl Steps {
     }
 }
 
-/// Adds the times of a step to those of others.
+/// Adds the times of a step to sums.
 fn add(sum: &mut Speed, speed: &Speed) {
     sum.seconds += speed.seconds;
     sum.data += speed.data;

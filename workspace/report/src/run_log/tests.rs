@@ -11,7 +11,7 @@ fn run(files: &[(&str, &str)]) -> tempfile::TempDir {
     directory(&[&[(".moh-run", "")], files].concat())
 }
 
-/// What is read of such a directory.
+/// Returns the log of a run directory with these files.
 fn log(files: &[(&str, &str)]) -> RunLog {
     RunLog::read(run(files).path()).unwrap()
 }
@@ -30,7 +30,7 @@ fn line(step: u64, change: &str) -> String {
     line.replace('}', &format!("{change}}}\n"))
 }
 
-/// Returns a line of `routing.jsonl`: of a layer with two routed heads, the first of which all tokens select.
+/// Returns a line of `routing.jsonl`, of a layer with two routed heads. All tokens select the first.
 fn routing(
     step: u64,
     moment: &str,
@@ -109,7 +109,7 @@ fn many_broken_lines_are_counted() {
     let broken = format!("{}{}{}", "{}\n".repeat(5000), line(5001, ""), "y".repeat(70_000));
     let log = log(&[("metrics.jsonl", &broken)]);
     let [left_out] = &log.left_out[..] else { panic!("{:?}", log.left_out) };
-    // The last line, which has not ended, is longer than any that is being written.
+    // The last line has no end, and is longer than any line that is still being written.
     assert_eq!((left_out.count, left_out.first.len()), (5001, 5));
     assert_eq!(log.number(&log.steps.all[0]), 5001);
 }

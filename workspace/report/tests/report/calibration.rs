@@ -1,4 +1,4 @@
-//! How the calibration of a conversion is shown.
+//! The display of a conversion's calibration.
 
 use std::fs;
 use std::path::Path;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::{empty, figures, page, step, write_run, write_summary};
 
-/// A finished run whose stage `m<oh` was calibrated, without a refit if `errors` are null.
+/// Writes a finished run with a calibrated stage `m<oh`, without a refit if `errors` are null.
 fn write_calibrated_run(dir: &Path, errors: [Value; 2]) {
     write_run(dir, "run", &[step("moh", 1, 64)]);
     let layers = [([0, 3], 0.5), ([1, 2], 0.25)].into_iter().zip(&errors);
@@ -44,7 +44,7 @@ fn a_calibration_has_losses_errors_and_heads() {
     assert_has(errors, &["the dense model's projection", "refitted"]);
     let row = "<th scope=\"row\">1</th><td>1, 2</td><td>1</td><td>0.2500</td><td>0.0625</td>";
     assert!(shown.contains(row));
-    // Without a refit there is one curve, and no column of it.
+    // Without a refit there is a single curve, and no column of a refit.
     write_calibrated_run(dir.path(), [Value::Null, Value::Null]);
     let shown = page(dir.path(), "run");
     assert!(shown.contains("that of the chosen heads 0.4530."));
@@ -57,7 +57,7 @@ fn a_calibration_has_losses_errors_and_heads() {
     fs::write(&summary, fitted).unwrap();
     let shown = page(dir.path(), "run");
     assert!(shown.contains("explained by the router") && shown.contains("<td>0.7500</td>"));
-    // Others have no such section.
+    // Runs without calibrations have no such section.
     write_run(dir.path(), "other", &[step("moh", 1, 64)]);
     assert!(!page(dir.path(), "other").contains("Heads chosen by measurement"));
 }

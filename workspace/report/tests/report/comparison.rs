@@ -26,11 +26,11 @@ fn several_runs_are_compared() {
     let page = compared(dir.path(), &["one", "two"]);
     assert_has(&page, &["2 runs", "Training loss", "Validation loss"]);
     assert_has(&page, &["after stage one", "after stage two"]);
-    // A moment that both have is one row; one that a run lacks leaves its cells empty.
+    // An evaluation that both runs have is a single row. If a run lacks an evaluation, its cells are empty.
     assert_eq!(page.matches("the model as loaded").count(), 1);
     let row = page.split("after stage two").nth(1).unwrap().split("</tr>").next().unwrap();
     assert_eq!(row, "</th><td>-</td><td>-</td><td>2.0000</td><td>1.0000</td>");
-    // Curves differ in dashes, not in colour alone.
+    // Curves differ in dashes, not only in colour.
     assert!(page.contains("line d0") && page.contains("line d1"));
     // Runs of the same name are told apart by their paths.
     let page = compared(dir.path(), &["one", "./one"]);
@@ -53,7 +53,7 @@ fn a_run_has_the_same_look_in_all_charts() {
         let chart = chart.split("</figure>").next().unwrap();
         assert!(chart.contains("class=\"s1\"") && !chart.contains("class=\"s0\""), "{chart}");
     }
-    // One curve needs no key, but here it tells which run it is of.
+    // A single curve needs no key, but here the key names its run.
     let caption = page.split("<strong>Active heads by layer</strong>").nth(1).unwrap();
     assert!(caption.split("<title>").next().unwrap().contains("<ul class=\"key\">"));
 }

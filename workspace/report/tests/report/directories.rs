@@ -1,4 +1,4 @@
-//! Directories that hold runs: the runs below them, and the directories that are left out.
+//! Directories that contain runs: the runs in them, and the directories that are omitted.
 
 use std::fs;
 use std::time::{Duration, SystemTime};
@@ -15,7 +15,7 @@ fn the_runs_of_a_directory_are_compared() {
         line["loss"] = loss.into();
         write_run(&runs, name, &[line]);
     }
-    // Deeper than one level, damaged, and no directory.
+    // A run below the second level, a damaged run, and a file.
     write_run(&runs.join("older"), "deep", &[step("adapt", 1, 64)]);
     write_run(&runs, "torn", &[step("adapt", 1, 64)]);
     fs::write(runs.join("torn/summary.json"), "<b>").unwrap();
@@ -32,7 +32,7 @@ fn the_runs_of_a_directory_are_compared() {
     assert!(warnings.contains("warning: left out: runs/torn/summary.json: "), "{warnings}");
     assert_eq!(warnings.lines().count(), 2, "{warnings}");
     assert!(!page.contains("deep") && !page.contains("notes.txt"));
-    // Its own page is replaced, and a run directory is a run, whatever it holds.
+    // The directory's own page is replaced, and a run directory is a run, whatever else it contains.
     write_run(&runs.join("first"), "inner", &[step("adapt", 1, 64)]);
     for (path, title) in [("runs", "<h1>2 runs</h1>"), ("runs/first", "<h1>Run first</h1>")] {
         assert!(program(PROGRAM, dir.path()).arg(path).status().unwrap().success());

@@ -1,4 +1,4 @@
-//! What is measured of heads, against the model's own passes.
+//! Measures of heads, compared with the model's own passes.
 
 #![allow(clippy::unwrap_used)]
 
@@ -20,7 +20,7 @@ fn config(architecture: Architecture, moh: Option<MohConfig>) -> ModelConfig {
     ModelConfig { architecture, num_hidden_layers: 3, num_key_value_heads: 4, ..config }
 }
 
-/// Layers that share 2 heads, all of them, and two others.
+/// Returns three layers: with 2 shared heads, with all heads shared, and with 2 other shared heads.
 fn moh(router: RouterKind) -> MohConfig {
     let shared_heads =
         SharedHeadSets::from_ids(&[vec![0, 1], (0..8).collect(), vec![4, 5]]).unwrap();
@@ -31,7 +31,7 @@ fn moh(router: RouterKind) -> MohConfig {
     MohConfig { router, shared_heads, routed_top_k }
 }
 
-/// Random matrices; asks for the tensors of the model alone.
+/// Returns random matrices. Fails if asked for a tensor that the model does not have.
 fn weights(config: &ModelConfig) -> impl FnMut(&str, &mut [f32]) -> Result<(), Error> {
     let names: HashSet<String> = tensor_shapes(config).into_iter().map(|(name, _)| name).collect();
     move |name, values| {

@@ -1,4 +1,4 @@
-//! The page of what heads do.
+//! The page about heads.
 
 use std::fs;
 use std::path::Path;
@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 use super::{PROGRAM, check, compared, empty, figures, step, write_run};
 use moh_testkit::programs::{assert_has, failure, program, success};
 
-/// Returns a report of a model with two heads in each of two layers, on two texts: both shared if it is dense, else the
-/// second one routed.
+/// Returns a report of a model with two layers of two heads, on two texts. Both heads are shared if it is dense, else
+/// the second is routed.
 fn report(model: &str, dense: bool) -> Value {
     let head = |layer: usize, head: usize| {
         let shared = dense || head == 0;
@@ -36,7 +36,7 @@ fn report(model: &str, dense: bool) -> Value {
     })
 }
 
-/// With a sentence of three tokens, of which the second computes the routed head.
+/// Adds a sentence of three tokens. The second token computes the routed head.
 fn with_sentence(mut report: Value) -> Value {
     let map = json!([[1.0], [0.5, 0.5], [0.25, 0.25, 0.5]]);
     report["sentence"] = json!({
@@ -83,7 +83,7 @@ fn loads_by_text_and_similarities_are_shown() {
     }
     assert!(figures(&page, "Layer 0: outputs")[0].contains("The mean of all pairs is -0.2500."));
     assert_has(&page, &["<code>\u{2423}&lt;b&gt;</code> 75%"]);
-    // The second token selects head 1, and the third one computes the shared head alone.
+    // The second token selects head 1, and the third token computes only the shared head.
     let day = "<code>\u{2423}day</code></th><td>1</td>";
     assert_has(&page, &[day, "<code>\u{21b5}</code></th><td></td>"]);
     let map = figures(&page, "Layer 0, head 1, routed")[0];
@@ -112,7 +112,7 @@ fn models_are_compared_under_names_that_differ() {
     write(dir.path(), "c.json", &report("other/half/export", false));
     let page = compare(&["b.json", "c.json"]);
     assert!(page.contains("<th scope=\"col\">runs/half</th><th scope=\"col\">other/half</th>"));
-    // Neither text nor routed heads.
+    // A model without texts and without routed heads.
     let mut sentence = with_sentence(report("m", false));
     sentence["layers"] = json!([]);
     sentence["texts"] = json!([]);
@@ -181,7 +181,7 @@ fn runs_and_reports_of_heads_have_pages_of_their_own() {
     let dir = empty();
     write_run(dir.path(), "run", &[step("moh", 1, 64)]);
     write(dir.path(), "heads.json", &report("m", false));
-    // A file of its own is not replaced.
+    // A file of another origin is not replaced.
     fs::write(dir.path().join("heads.html"), "mine").unwrap();
     let together = "runs and files of `moh-eval heads --json` have no page together";
     for (arguments, code, expected) in [

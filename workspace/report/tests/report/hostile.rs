@@ -1,4 +1,4 @@
-//! Hostile names and files, what is no run, and files that are no pages.
+//! Hostile names and files, directories without a run, and files that are not pages.
 
 use std::fs;
 
@@ -52,7 +52,7 @@ fn a_broken_line_is_left_out_with_a_remark() {
         let line = format!("warning: left out of run/{file}.jsonl: 1 line, line {line}: ");
         assert!(warnings.contains(&line), "{warnings}");
     }
-    // The lines after it.
+    // The lines after the broken lines.
     let row = "<th scope=\"row\">4</th><td>moh</td><td>4321</td>";
     assert_has(&page, &[row, "Of the tokens, 25.0% select the least used"]);
     assert_eq!(warnings.lines().count(), 2, "{warnings}");

@@ -31,7 +31,7 @@ fn step(stage: &str, step: u64, tokens: u64) -> Value {
     })
 }
 
-/// A run directory `name` in `dir` with these steps.
+/// Writes a run directory `name` in `dir` with these steps.
 fn write_run(dir: &Path, name: &str, steps: &[Value]) {
     let run = dir.join(name);
     fs::create_dir_all(&run).unwrap();
@@ -40,7 +40,7 @@ fn write_run(dir: &Path, name: &str, steps: &[Value]) {
     fs::write(run.join("metrics.jsonl"), lines).unwrap();
 }
 
-/// Lines of `count` steps of 64 tokens, each changed by `change`, which is given its number too.
+/// Returns lines of `count` steps of 64 tokens. `change` edits each line, given its number.
 fn steps(stage: &str, count: u64, change: impl Fn(u64, &mut Value)) -> Vec<Value> {
     let changed = |number| {
         let mut line = step(stage, number, 64 * number);
@@ -50,12 +50,12 @@ fn steps(stage: &str, count: u64, change: impl Fn(u64, &mut Value)) -> Vec<Value
     (1..=count).map(changed).collect()
 }
 
-/// A run of that many steps.
+/// Writes a run of `count` steps.
 fn write_steps(dir: &Path, name: &str, stage: &str, count: u64) {
     write_run(dir, name, &steps(stage, count, |_, _| {}));
 }
 
-/// Returns a line of `routing.jsonl` of a layer after a step, each of whose tokens selects one head.
+/// Returns a line of `routing.jsonl` of a layer after a step. Each token selects a single head.
 fn routing(step: u64, stage: &str, set: &str, layer: u64, selected: [u64; 2]) -> String {
     let line = json!({
         "step": step, "moment": "step", "stage": stage, "validation": set, "layer": layer,
@@ -94,7 +94,7 @@ fn figures<'a>(page: &'a str, title: &str) -> Vec<&'a str> {
     figures.filter(|figure| figure.contains(&format!("<strong>{title}</strong>"))).collect()
 }
 
-/// Returns the drawing of a figure that is shown for a choice of axes, without that for narrow pages.
+/// Returns a figure's drawing for a choice of axes, without the drawing for narrow pages.
 fn drawing<'a>(figure: &'a str, axes: &str) -> &'a str {
     let parts = figure.split("<div class=\"").skip(1);
     let mut of_axes = parts.skip_while(|part| {

@@ -1,5 +1,5 @@
-//! Pages of single runs in every state: begun, long, with steps that were not applied. That of a finished run is tested
-//! with `moh-train`.
+//! Pages of single runs in every state: begun, long, with steps that were not applied. The page of a finished run is
+//! tested with `moh-train`.
 
 use std::fs;
 
@@ -62,11 +62,11 @@ fn a_long_run_has_a_small_page_with_its_spikes() {
     write_run(dir.path(), "run", &steps);
     let page = page(dir.path(), "run");
     assert!(page.len() < 500_000, "{} bytes", page.len());
-    // The means have no such value, and the curve of all steps is only their background.
+    // The means have no such value, and the curve of all steps is only a background.
     let loss = figures(&page, "Training and validation loss")[0];
-    // On wide and on narrow pages, for each choice of axes.
+    // Six times: on wide and on narrow pages, for each choice of axes.
     assert_eq!(loss.matches("up to 77.50").count(), 6);
-    // A schedule has no exceptions.
+    // A schedule shows all its values.
     let rate = drawing(figures(&page, "Learning rate")[0], "linear");
     assert!(rate.contains(">1.0</text>") && !rate.contains("up to"), "{rate}");
     assert!(page.contains("40 of 60000 steps"));
@@ -128,7 +128,7 @@ fn a_moment_that_a_longer_stage_repeats_has_its_step() {
             "other_sets": sets,
         })
     };
-    // A set that has gone, and one that has come.
+    // A set that was removed, and a set that was added.
     let [gone, come] =
         ["gone", "come"].map(|set| json!({ set: { "loss": 1.5, "bits_per_byte": null } }));
     let summary = json!({

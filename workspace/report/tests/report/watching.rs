@@ -1,4 +1,4 @@
-//! `--watch`: a page that is written again while its run goes on.
+//! `--watch`: a page that is rewritten while its run continues.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader};
@@ -39,7 +39,7 @@ fn a_watched_page_is_written_again_until_its_run_has_finished() {
     assert_eq!(watching.wait().unwrap().code(), Some(0));
     let last = page(dir.path());
     assert!(last.contains(">1234</td>") && !last.contains("http-equiv=\"refresh\""), "{last}");
-    // Of a finished run there is one page.
+    // A finished run has a single page.
     let shown = success(program(PROGRAM, dir.path()).args(["--watch", "run"]));
     assert_eq!(shown, "run/report.html\nrun/run.svg\n");
     assert!(!page(dir.path()).contains("http-equiv=\"refresh\""));

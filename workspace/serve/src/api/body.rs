@@ -1,5 +1,5 @@
-//! The body of a request, within limits of its size and of the time in which it arrives. A body reserves memory for the
-//! bytes and the JSON values that have arrived, and no more, so that bodies that do not arrive keep nobody waiting.
+//! The body of a request, within limits of its size and its arrival time. A body reserves memory only for the bytes and
+//! JSON values that have arrived, so that bodies that never arrive delay no other request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,23 +15,23 @@ use super::work::{Kind, LONG_BYTES, off_thread};
 use super::{ApiError, Fields};
 use crate::server::Phase;
 
-/// Bytes of a body at most: more than the text of any context.
+/// The most bytes of a body: more than the text of any context.
 const MAX_BYTES: usize = 8 << 20;
-/// Values of a body at most, a list or an object counting as several.
+/// The most values of a body. A list or an object counts as several values.
 const MAX_VALUES: usize = 1 << 20;
-/// Bytes of memory of a value, roughly, beside its text.
+/// Approximate bytes of memory of a value, without its text.
 const VALUE_BYTES: usize = 64;
-/// Values that take as much memory as a list, or an object, does with its first entries.
+/// Values that need as much memory as a list or an object with its first entries.
 const LIST_VALUES: usize = 5;
 const OBJECT_VALUES: usize = 6;
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
-/// The time in which [`LONG_BYTES`] more of a long body have to arrive, or find room.
+/// The time in which the next [`LONG_BYTES`] of a long body have to arrive, or to find room.
 const PART_TIMEOUT: Duration = Duration::from_secs(2);
-/// KiB of the bodies that have arrived and are not worked through, and of their values, beside the first [`LONG_BYTES`] of
-/// each.
+/// KiB for bodies that have arrived and are not yet processed, and for their values. The first [`LONG_BYTES`] of each
+/// body do not count.
 static ROOM_KIB: Semaphore = Semaphore::const_new(128 << 10);
 
-/// The room of a body or an answer, until it is dropped.
+/// The reserved room of a body or an answer. Dropping it releases the room.
 pub(super) type Room = Option<SemaphorePermit<'static>>;
 
 impl<S: Sync> FromRequest<S> for Fields {
@@ -54,7 +54,7 @@ fn too_long() -> ApiError {
 }
 
 async fn read(body: Body, part_timeout: Duration) -> Result<(Vec<u8>, Room), ApiError> {
-    // It may say that it is longer.
+    // The body may declare its length.
     if body.size_hint().lower() > MAX_BYTES as u64 {
         return Err(too_long());
     }
@@ -101,8 +101,8 @@ async fn read(body: Body, part_timeout: Duration) -> Result<(Vec<u8>, Room), Api
     }
 }
 
-/// Returns the number of JSON values in a part of a body, or more: those in texts count too, as the arguments of a tool
-/// call are JSON in a text.
+/// Returns the number of JSON values in a part of a body, or more. Values in texts also count, because the arguments of
+/// a tool call are JSON in a text.
 fn values_in(part: &[u8]) -> usize {
     let count = |byte: &u8| match byte {
         b',' => 1,
@@ -127,7 +127,7 @@ mod tests {
         assert_eq!(read(Body::from(longest.clone()), SHORT).await.unwrap().0, longest);
         let error = read(Body::from([&longest[..], b"1"].concat()), SHORT).await.unwrap_err();
         assert_eq!(error.to_json()["error"]["code"], 413);
-        // Without a length.
+        // A body without a declared length.
         let parts = [longest, b"1".to_vec()].map(Ok::<_, Infallible>);
         let endless = Body::from_stream(tokio_stream::iter(parts));
         assert_eq!(read(endless, SHORT).await.unwrap_err(), error);
@@ -136,10 +136,10 @@ mod tests {
             let begin = tokio_stream::once(Ok::<_, Infallible>(vec![b' '; bytes]));
             Body::from_stream(begin.chain(tokio_stream::pending()))
         };
-        // Those of which little has come leave all the room.
+        // Short parts of bodies reserve no room.
         let all = ROOM_KIB.available_permits();
         let open = tokio::spawn(read(stalled(LONG_BYTES), SHORT));
-        // A long one has to go on, and gives its room back.
+        // A long body has to continue, and returns its room.
         let long = tokio::spawn(read(stalled(LONG_BYTES + 5000), SHORT));
         tokio::task::yield_now().await;
         assert_eq!(ROOM_KIB.available_permits(), all - 5);
@@ -151,7 +151,7 @@ mod tests {
     #[tokio::test]
     async fn a_body_has_a_limited_number_of_values() {
         assert_eq!(values_in(br#"{"a": [1, "[2,3]", {}]}"#), 2 * (OBJECT_VALUES + LIST_VALUES) + 3);
-        // Refused before it takes any room.
+        // Rejected before it reserves any room.
         let list = Body::from("1,".repeat(MAX_VALUES + 1));
         let error = read(list, SHORT).await.unwrap_err();
         assert_eq!(error.status, StatusCode::PAYLOAD_TOO_LARGE);

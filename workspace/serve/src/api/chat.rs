@@ -25,7 +25,7 @@ pub(super) async fn chat_completions(
         .take::<Value>("messages", "a list of messages")?
         .ok_or_else(|| ApiError::invalid("messages are missing", Some("messages")))?;
     let options = GenerationOptions::take(&mut fields, &served)?;
-    // The first one is the name that it had before.
+    // `max_tokens` is the older name of the field.
     let old = fields.take::<usize>("max_tokens", "a whole number")?;
     let new = fields.take::<usize>("max_completion_tokens", "a whole number")?;
     let limit = if new.is_some() { "max_completion_tokens" } else { "max_tokens" };
@@ -54,7 +54,7 @@ pub(super) async fn chat_completions(
     let conversation = conversation(messages)?;
     let rendering = Arc::clone(&served);
     let threads = 1 + conversation.messages().len() / MESSAGES_OF_LEAST_WORK;
-    // A rendering that is given up keeps the conversation, and its room.
+    // A rendering that was given up keeps the conversation and its room.
     let (text, body) = within_limit("the chat template", threads, move || {
         Ok((render(&rendering, &conversation)?, body))
     })
@@ -79,7 +79,7 @@ pub(super) async fn chat_completions(
     .await
 }
 
-/// Returns a conversation, whose texts may be lists of parts.
+/// Returns a conversation. Its texts may be lists of parts.
 fn conversation(messages: Value) -> Result<Conversation, ApiError> {
     let invalid = |message: String| ApiError::invalid(message, Some("messages"));
     let messages_of = messages.as_array().into_iter().flatten();
@@ -96,7 +96,7 @@ fn conversation(messages: Value) -> Result<Conversation, ApiError> {
     Ok(conversation.with_adapted_content())
 }
 
-/// Returns the text of a conversation; the template has BOS where the model expects one.
+/// Returns the text of a conversation. The template adds BOS where the model expects it.
 fn render(served: &Served, conversation: &Conversation) -> Result<String, ApiError> {
     let template = served.template.as_ref().ok_or_else(|| {
         ApiError::invalid("the model has no chat template: ask /v1/completions", None)

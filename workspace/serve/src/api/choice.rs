@@ -1,4 +1,4 @@
-//! The text of a choice: what the engine generates, decoded, up to a stop string.
+//! The text of a choice: the decoded tokens of the engine, up to a stop string.
 
 use moh_text::TextStream;
 
@@ -7,18 +7,18 @@ use super::token_text::Offsets;
 use super::{ApiError, Served};
 use crate::engine::{ComputedPrompt, Event, Events, FinishReason, GeneratedToken};
 
-/// What happens in a choice, in order.
+/// The events of a choice, in order.
 #[derive(Debug)]
 pub(super) enum ChoiceEvent {
     /// The prompt is computed.
     Prompt(ComputedPrompt),
-    /// A token, the text that it makes certain, and the characters that the tokens before it have generated.
+    /// A token, the text that it completes, and the number of characters before it.
     Token(GeneratedToken, String, usize),
-    /// The rest of the text, and why it ends.
+    /// The rest of the text, and the reason of its end.
     End(String, &'static str),
 }
 
-/// Reads a choice from the engine. Dropping it gives the sequence up.
+/// Reads a choice from the engine. Dropping the reader cancels the sequence.
 #[derive(Debug)]
 pub(super) struct ChoiceReader<'a> {
     events: Events,
@@ -36,7 +36,7 @@ impl<'a> ChoiceReader<'a> {
     /// Returns the next piece; `None` after the end.
     pub async fn next(&mut self) -> Option<Result<ChoiceEvent, ApiError>> {
         if self.stops.found {
-            // The sequence is given up: whoever reads on would get the tokens after the text.
+            // Ends the sequence, because a client that reads on would get tokens after the text.
             self.events.end();
             self.text.take()?;
             return Some(Ok(ChoiceEvent::End(String::new(), FinishReason::Stop.name())));

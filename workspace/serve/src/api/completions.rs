@@ -17,7 +17,7 @@ use super::{ApiError, Fields, Served, answer_id};
 use crate::engine::{ComputedPrompt, GeneratedToken, TokenHeads};
 use moh_model::LogProbabilities;
 
-/// Tokens that are generated unless the request says how many, as OpenAI's API has it.
+/// The default number of generated tokens, as in OpenAI's API.
 const MAX_TOKENS: usize = 16;
 
 /// A prompt as a text or as ids, or several of them.
@@ -81,8 +81,8 @@ pub(super) async fn completions(
 /// The ids and the texts of prompts.
 type Read = (Vec<Arc<[u32]>>, Vec<String>);
 
-/// Reads the prompts, each of which gets so many choices. One text after the other: a long list does not keep the lists
-/// of others waiting.
+/// Reads the prompts, with `choices` choices each. Texts are read one after another, so that a long list does not delay
+/// the lists of other requests.
 async fn read_prompts(
     served: &Arc<Served>,
     prompts: Prompts,
@@ -99,7 +99,7 @@ async fn read_prompts(
     let (mut prompts, mut kept) = (Vec::new(), Vec::new());
     for text in texts {
         let (ids, text) = served.encode(text, special, served.context, "prompt").await?;
-        // Before the next one is read.
+        // Check before the next text is read.
         served.room_after(&ids, "prompt")?;
         prompts.push(ids.into());
         kept.push(text);
@@ -113,7 +113,7 @@ async fn of_ids(
     choices: usize,
 ) -> Result<Read, ApiError> {
     served.check_count(prompts.len(), choices)?;
-    // Before they are decoded, which ignores what has no token.
+    // Check before decoding, which ignores ids without a token.
     prompts.iter().try_for_each(|prompt| served.room_after(prompt, "prompt").map(|_| ()))?;
     let bytes = prompts.iter().map(|prompt| 8 * prompt.len()).sum();
     let served = Arc::clone(served);
@@ -222,7 +222,7 @@ impl<'a> LogprobLists<'a> {
         }
     }
 
-    /// The tokens of a prompt that is repeated. Nothing is known of the first one.
+    /// Adds the tokens of a prompt, if the answer repeats it. The first token has no log-probability.
     fn prompt(&mut self, ids: &[u32], prompt: &ComputedPrompt, is_repeated: bool) {
         if is_repeated && self.is_wanted {
             let known = prompt.logprobs.iter().map(Some);
@@ -248,7 +248,7 @@ impl<'a> LogprobLists<'a> {
             let mut top = Map::new();
             let own = (id, logprobs.of_token);
             for &(id, logprob) in logprobs.most_likely.iter().chain([&own]) {
-                // Of tokens with the same text the likeliest.
+                // If tokens have the same text, the likeliest is listed.
                 let text = self.texts.of(id).0.clone();
                 top.entry(text).or_insert_with(|| json!(finite(logprob)));
             }

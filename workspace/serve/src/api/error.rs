@@ -1,4 +1,4 @@
-//! Errors as OpenAI's API has them: a status, and a message that says what to do.
+//! Errors in the format of OpenAI's API: a status, and a message with a remedy.
 
 use std::fmt::Display;
 use std::path::Path;
@@ -11,10 +11,10 @@ use serde_json::{Value, json};
 
 use crate::engine::{Failure, QueueFull};
 
-/// Seconds after which a client should ask again when there is no place now.
+/// Seconds after which a client should ask again if there is no place now.
 const RETRY_SECONDS: u32 = 1;
 
-/// What is answered to a request that cannot be served.
+/// The answer to a request that cannot be served.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ApiError {
     pub(super) status: StatusCode,
@@ -24,18 +24,18 @@ pub struct ApiError {
 }
 
 impl ApiError {
-    /// Creates a request that makes no sense, by the field `param`.
+    /// Creates the error of a request that makes no sense, because of the field `param`.
     pub fn invalid(message: impl Into<String>, param: Option<&str>) -> Self {
         let (message, param) = (message.into(), param.map(str::to_owned));
         ApiError { status: StatusCode::BAD_REQUEST, message, param }
     }
 
-    /// Another status.
+    /// Creates an error with another status.
     pub fn new(status: StatusCode, message: impl Into<String>) -> Self {
         ApiError { status, message: message.into(), param: None }
     }
 
-    /// As the API has it in a body or an event.
+    /// Returns the error as JSON, for a body or an event.
     pub fn to_json(&self) -> Value {
         let kind = match self.status {
             StatusCode::UNAUTHORIZED => "authentication_error",
@@ -70,7 +70,7 @@ impl From<Failure> for ApiError {
 }
 
 impl From<moh_text::Error> for ApiError {
-    /// Returns the sentence, with the name of a file alone: where it is does not concern a client.
+    /// Returns the error's sentence. Of a path it has only the file's name, because a client needs no directories.
     fn from(error: moh_text::Error) -> Self {
         let named = |path: &Path, reason: &dyn Display| {
             let name = path.file_name().unwrap_or_default().display();

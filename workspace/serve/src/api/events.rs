@@ -15,18 +15,18 @@ use tokio_stream::Stream;
 
 /// Events that wait for a client to take them.
 const WAITING_EVENTS: usize = 64;
-/// The time in which a client has to take one of them.
+/// The time in which a client has to read one of them.
 const SEND_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Sends events, and none after the last one.
+/// Sends events, and marks the last event.
 #[derive(Debug, Clone)]
 pub(super) struct EventSender(Sender<Option<Bytes>>);
 
-/// The client has left, or takes no more.
+/// The client has left, or reads no more.
 #[derive(Debug)]
 pub(super) struct Disconnected;
 
-/// Returns a sender of events, and the answer that has them.
+/// Returns a sender of events, and the answer that contains them.
 pub(super) fn events() -> (EventSender, Response) {
     let (sender, receiver) = channel(WAITING_EVENTS);
     let body = Body::from_stream(EventStream(receiver));
@@ -41,7 +41,7 @@ impl EventSender {
         self.0.send_timeout(event, SEND_TIMEOUT).await.map_err(|_| Disconnected)
     }
 
-    /// Sends the event after the last one.
+    /// Sends the end of the stream, after the last event.
     pub async fn done(&self) -> Result<(), Disconnected> {
         self.send(&"[DONE]").await?;
         self.0.send_timeout(None, SEND_TIMEOUT).await.map_err(|_| Disconnected)
@@ -53,7 +53,7 @@ impl EventSender {
     }
 }
 
-/// The events as a body. One that ends before its last event breaks off, so that nobody takes it for whole.
+/// The events as a body. If it ends before its last event, it breaks off, so that no client takes it as whole.
 struct EventStream(Receiver<Option<Bytes>>);
 
 impl Stream for EventStream {

@@ -1,5 +1,5 @@
-//! The fields of a request's JSON. Each is taken by its name and type, and what is left over is an error that names
-//! it: nothing that a client asks for is ignored.
+//! The fields of a request's JSON. A handler takes each field by its name and type. A field that remains is an error
+//! that names it: no field of a request is silently ignored.
 
 use std::fmt::Display;
 
@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use super::ApiError;
 use super::body::Room;
 
-/// The fields that are not taken yet.
+/// The fields that no handler has taken yet.
 #[derive(Debug)]
 pub struct Fields {
     fields: Map<String, Value>,
@@ -18,12 +18,12 @@ pub struct Fields {
 }
 
 impl Fields {
-    /// Returns the fields of a body, which has this room.
+    /// Returns the fields of a body, with the body's room.
     pub(super) fn parse(body: &[u8], room: Room) -> Result<Self, ApiError> {
         let not_json =
             |error: &dyn Display| ApiError::invalid(format!("the body is not JSON: {error}"), None);
         let text = str::from_utf8(body).map_err(|error| not_json(&error))?;
-        // A template gets the numbers that Python reads.
+        // A template gets numbers as Python reads them.
         match serde_json::from_str(&beyond_json(text)) {
             Ok(Value::Object(fields)) => Ok(Fields { fields, room }),
             Ok(_) => Err(ApiError::invalid("the body is not a JSON object", None)),
@@ -31,7 +31,7 @@ impl Fields {
         }
     }
 
-    /// Takes a field; `None` if it is missing or null. `expected` says what it should be.
+    /// Takes a field; returns `None` if it is missing or null. `expected` describes the value in errors.
     pub fn take<T: DeserializeOwned>(
         &mut self,
         name: &'static str,
@@ -46,7 +46,7 @@ impl Fields {
         }
     }
 
-    /// As [`Fields::take`], within bounds; `default` if it is missing.
+    /// Takes a number as [`Fields::take`], within bounds; returns `default` if it is missing.
     pub fn number(
         &mut self,
         name: &'static str,
@@ -61,7 +61,7 @@ impl Fields {
         }
     }
 
-    /// Drops a field that has no other meaning here than these values.
+    /// Drops a field with one of these values, or without a value. Rejects any other value.
     pub fn accept(&mut self, name: &'static str, values: &[Value]) -> Result<(), ApiError> {
         match self.fields.remove(name) {
             Some(value) if !value.is_null() && !values.contains(&value) => {
@@ -82,7 +82,7 @@ impl Fields {
         self.fields.remove(name);
     }
 
-    /// Refuses a field that was not taken, unless it is null. What was taken keeps the room of the body.
+    /// Rejects a field that no handler has taken, unless it is null. Returns the room of the body.
     pub(super) fn finish(self) -> Result<Room, ApiError> {
         match self.fields.into_iter().find(|(_, value)| !value.is_null()) {
             None => Ok(self.room),

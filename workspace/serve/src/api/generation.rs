@@ -1,4 +1,4 @@
-//! From a request's prompts to its choices, at once or as a stream; completions and chats differ in the JSON alone.
+//! Generates the choices of a request's prompts, at once or as a stream. Completions and chats differ only in the JSON.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,17 +20,17 @@ use super::{ApiError, Served};
 use crate::engine::{Events, Request};
 use crate::server::Held;
 
-/// What is generated, and how it becomes JSON.
+/// A request's prompts and options, and the format of its answer.
 #[derive(Debug)]
 pub(super) struct Generation<F> {
     pub served: Arc<Served>,
     pub options: GenerationOptions,
     pub prompts: Vec<Arc<[u32]>>,
-    /// Tokens that are generated at most, for each prompt.
+    /// The most tokens to generate for each prompt.
     pub max_tokens: Vec<usize>,
     pub logprobs: Option<usize>,
     pub prompt_logprobs: Option<usize>,
-    /// Whether the heads of the prompts' tokens are wanted.
+    /// Whether to return the heads of the prompts' tokens.
     pub prompt_heads: bool,
     pub id: String,
     /// When the answer began, in seconds since 1970.
@@ -38,16 +38,16 @@ pub(super) struct Generation<F> {
     pub format: F,
 }
 
-/// How choices become JSON.
+/// Converts choices to JSON.
 pub(super) trait Format: Send + Sync + Sized + 'static {
     /// The type of an answer.
     const OBJECT: &'static str;
-    /// The type of a part of one in a stream.
+    /// The type of a part of a streamed answer.
     const PART: &'static str;
-    /// Bytes of memory of a log-probability in an answer, roughly.
+    /// Approximate bytes of memory of a log-probability in an answer.
     const ENTRY_BYTES: usize;
 
-    /// Returns the text of the prompt `prompt`, if choices begin with it.
+    /// Returns the text of the prompt `prompt`, if choices repeat it.
     fn repeated(&self, _prompt: usize) -> &str {
         ""
     }
@@ -55,7 +55,7 @@ pub(super) trait Format: Send + Sync + Sized + 'static {
     /// Returns a whole choice of the prompt `prompt`.
     fn whole(&self, generation: &Generation<Self>, prompt: usize, choice: &WholeChoice) -> Value;
 
-    /// Returns the fields of a stream's choice before its first token, if there are any.
+    /// Returns the fields of a streamed choice before its first token, if the format has any.
     fn begin(&self) -> Option<Value> {
         None
     }
@@ -71,7 +71,7 @@ pub(super) trait Format: Send + Sync + Sized + 'static {
 
 /// Bytes of memory of a number in a list of an answer.
 const NUMBER_BYTES: usize = 96;
-/// Bytes of memory of a token in an answer, without what is listed of it.
+/// Bytes of memory of a token in an answer, without its lists.
 const TOKEN_BYTES: usize = 128;
 
 /// Tokens of a request.
@@ -113,8 +113,8 @@ impl<F: Format> Generation<F> {
         Ok(response.map(|body| Body::new(Held::new(body, memory))))
     }
 
-    /// Returns the bytes of memory that the answer takes at most, roughly. The parts of a stream take less, as they are
-    /// sent before the next ones are made; what the engine has computed may wait for the client.
+    /// Returns the approximate maximum bytes of memory of the answer. The parts of a stream need less, because each is
+    /// sent before the next is made. The engine's results may still wait for the client.
     fn bytes(&self) -> usize {
         let (entry, number) = match self.options.stream {
             true => (2 * size_of::<(u32, f64)>(), size_of::<usize>()),
@@ -127,7 +127,7 @@ impl<F: Format> Generation<F> {
             TOKEN_BYTES + listed + if has_heads { heads * number } else { 0 }
         };
         let generated = token(entry, number, self.logprobs, self.options.heads);
-        // A stream has the prompt in one part.
+        // Even a stream has each prompt in a single part.
         let echoed = token(F::ENTRY_BYTES, NUMBER_BYTES, self.prompt_logprobs, self.prompt_heads);
         let prompts = self.prompts.iter().zip(&self.max_tokens).enumerate();
         let of_prompt = |(index, (prompt, &max_tokens)): (usize, (&Arc<[u32]>, &usize))| {
@@ -187,7 +187,7 @@ impl<F: Format> Generation<F> {
             usage: Option<Value>,
         }
         let (id, created, model) = (&self.id, self.created, &self.served.name);
-        // Maps in it have texts as keys.
+        // Cannot fail: the keys of its maps are texts.
         serde_json::to_string(&Answer { id, object, created, model, choices, usage })
             .unwrap_or_default()
     }
@@ -204,8 +204,8 @@ async fn whole<F: Format>(
         tasks.spawn(async move {
             let choice = WholeChoice::read(generation.reader(index, events)).await?;
             let prompt = generation.prompt_of(index);
-            // Long lists of log-probabilities take time that the other clients' tasks should not wait for, and as values
-            // many times the memory of their text.
+            // Long lists of log-probabilities need time, for which other clients' tasks should not wait. As values,
+            // they need many times the memory of their text.
             let text = tokio::task::block_in_place(|| {
                 let mut fields = generation.format.whole(&generation, prompt, &choice);
                 fields["index"] = index.into();
@@ -216,7 +216,7 @@ async fn whole<F: Format>(
     }
     let mut usage = generation.prompt_usage();
     let mut found: BTreeMap<usize, Box<RawValue>> = BTreeMap::new();
-    // Dropping the tasks, when one of them fails or the client leaves, gives the other sequences up.
+    // If a task fails or the client leaves, the tasks are dropped, which cancels the other sequences.
     while let Some(result) = tasks.join_next().await {
         let (index, text, choice) = result.unwrap_or_else(|_| Err(failed()))?;
         usage.generated += choice.tokens.len();
@@ -257,7 +257,7 @@ async fn stream<F: Format>(
             return;
         }
     }
-    // Whether the client still listens makes no difference now.
+    // An error no longer matters, even if the client has left.
     let _ = sender.done().await;
 }
 

@@ -1,5 +1,5 @@
-//! The memory of answers: bounded for each, and for all large ones together until they are sent. A whole answer takes its
-//! estimate until its text is made, and then the bytes of the text.
+//! The memory of answers: bounded for each answer, and for all large answers together until they are sent. A whole
+//! answer reserves its estimate until its text is made, and then the bytes of the text.
 
 use axum::http::StatusCode;
 use tokio::sync::Semaphore;
@@ -7,14 +7,14 @@ use tokio::sync::Semaphore;
 use super::ApiError;
 use super::body::Room;
 
-/// Bytes of an answer at most.
+/// The most bytes of an answer.
 const MAX_BYTES: usize = 256 << 20;
-/// Bytes of an answer that needs no room.
+/// The most bytes of an answer that needs no room.
 const SMALL_BYTES: usize = 256 << 10;
 /// KiB of all answers that need room.
 static ROOM_KIB: Semaphore = Semaphore::const_new(512 << 10);
 
-/// Room for an answer of so many bytes.
+/// Reserves room for an answer of `bytes` bytes.
 pub(super) fn reserve(bytes: usize) -> Result<Room, ApiError> {
     if bytes > MAX_BYTES {
         let (megabytes, most) = (bytes >> 20, MAX_BYTES >> 20);
@@ -33,7 +33,7 @@ pub(super) fn reserve(bytes: usize) -> Result<Room, ApiError> {
     })
 }
 
-/// Gives back all but `bytes` of an answer's room.
+/// Releases all of an answer's room except `bytes`.
 pub(super) fn shrink(room: Room, bytes: usize) -> Room {
     room.and_then(|mut room| room.split(room.num_permits().min(bytes >> 10)))
 }

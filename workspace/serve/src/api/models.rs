@@ -1,4 +1,4 @@
-//! `/v1/models`, `/health` and `/metrics`: what is served, and how it goes.
+//! `/v1/models`, `/health` and `/metrics`: the served model, and the state of the server.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,7 +22,7 @@ pub(super) async fn model(
     uri: Uri,
     name: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Value>, ApiError> {
-    // One that is no UTF-8 is no model's.
+    // No model has a name that is not UTF-8.
     let Ok(Path(name)) = name else { return Err(no_path(uri).await) };
     served.check_model(Some(&name))?;
     Ok(Json(description(&served)))

@@ -1,4 +1,4 @@
-//! The fields by which tokens are chosen, which completions and chats share.
+//! The sampling fields that completions and chats share.
 
 use std::collections::BTreeMap;
 
@@ -8,23 +8,23 @@ use serde_json::json;
 
 use super::{ApiError, Fields, Served};
 
-/// Stop strings of a request at most, as OpenAI's API has it.
+/// The most stop strings of a request, as in OpenAI's API.
 const MAX_STOPS: usize = 4;
 const MAX_STOP_BYTES: usize = 1024;
-/// Most likely tokens that may be asked for.
+/// The most likely tokens that a request may ask for.
 pub(super) const MAX_LOGPROBS: usize = 20;
-/// Temperatures below this select the most likely token: logits divided by them would not be finite.
+/// Lower temperatures select the most likely token: logits divided by them would not be finite.
 const LEAST_TEMPERATURE: f64 = 1e-5;
-/// Tokens with a bias, and tokens that end the generation, at most.
+/// The most tokens with a bias, and the most tokens that end the generation.
 const MAX_TOKENS_NAMED: usize = 1024;
-/// Choices of a prompt at most.
+/// The most choices of a prompt.
 const MAX_CHOICES: usize = 128;
 
-/// How a request's tokens are chosen, and when it ends.
+/// Options of a request's sampling, and of its end.
 #[derive(Debug)]
 pub(super) struct GenerationOptions {
     pub sampling: Sampling,
-    /// Of the first choice; the next ones have the next seeds.
+    /// The seed of the first choice. The other choices have the next seeds.
     pub seed: u64,
     /// Choices of each prompt.
     pub choices: usize,
@@ -32,7 +32,7 @@ pub(super) struct GenerationOptions {
     pub end_tokens: Vec<u32>,
     pub stream: bool,
     pub include_usage: bool,
-    /// Whether the heads of each token are wanted.
+    /// Whether to return the heads of each token.
     pub heads: bool,
 }
 
@@ -69,7 +69,7 @@ impl GenerationOptions {
     }
 }
 
-/// Returns whether the usage is wanted; `None` without options. A list is no object, though serde takes it for one.
+/// Returns whether the usage is wanted; `None` without options. Rejects lists, which serde would accept as a struct.
 fn stream_options(fields: &mut Fields) -> Result<Option<bool>, ApiError> {
     const NAME: &str = "stream_options";
     let expected = "an object with include_usage alone";
@@ -178,8 +178,7 @@ fn end_tokens(fields: &mut Fields, served: &Served) -> Result<Vec<u32>, ApiError
     Ok(ends)
 }
 
-/// Drops the fields of OpenAI's and vLLM's APIs that ask for nothing when they have these values, or never change an
-/// answer.
+/// Drops fields of OpenAI's and vLLM's APIs that never change an answer, and fields with values that ask for nothing.
 pub(super) fn drop_defaults(fields: &mut Fields) -> Result<(), ApiError> {
     for name in ["user", "metadata", "safety_identifier", "prompt_cache_key"] {
         fields.ignore(name);

@@ -1,4 +1,4 @@
-//! What the handlers know of the model that is served.
+//! The served model, as the handlers know it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,18 +13,18 @@ use super::{ApiError, TextLimits};
 use crate::engine::Handle;
 use crate::metrics::Metrics;
 
-/// The model, and how to ask the engine for it.
+/// The served model, and the handle of the engine that computes it.
 #[derive(Debug)]
 pub struct Served {
-    /// What clients call the model.
+    /// The model's name for clients.
     pub name: String,
     /// The model's tokenizer.
     pub tokenizer: TextTokenizer,
     /// Its chat template, if it has one.
     pub template: Option<ChatTemplate>,
-    /// Tokens of a sequence at most.
+    /// The most tokens of a sequence.
     pub context: usize,
-    /// How long a text may be.
+    /// Limits of the length of texts.
     pub limits: TextLimits,
     /// Rows of the model's vocabulary.
     pub vocab_size: usize,
@@ -34,20 +34,20 @@ pub struct Served {
     pub end_tokens: Vec<u32>,
     /// The engine's queue.
     pub engine: Handle,
-    /// What is counted.
+    /// The server's metrics.
     pub metrics: Arc<Metrics>,
     /// The longest time of a request.
     pub request_timeout: Option<Duration>,
-    /// Whether the server ends as soon as it has answered what it began.
+    /// Whether the server ends once the answers that have begun are finished.
     pub is_ending: AtomicBool,
     /// When the server started.
     pub started: SystemTime,
 }
 
-/// What differs between the checkpoints of a run.
+/// The properties that differ between the checkpoints of a run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Checkpoint {
-    /// Its step; `None` if the model is none of a run.
+    /// Its step; `None` if the model is not a run's.
     pub step: Option<u64>,
     /// The heads of each layer.
     pub layers: Vec<LayerDescription>,
@@ -56,34 +56,34 @@ pub struct Checkpoint {
 /// The query heads of a layer.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct LayerDescription {
-    /// How many there are.
+    /// The number of heads.
     pub heads: usize,
-    /// How many of them a token computes.
+    /// The number of heads that a token computes.
     pub active: usize,
-    /// Those that every token computes.
+    /// The heads that every token computes.
     pub shared: Vec<usize>,
 }
 
 impl Served {
     /// Returns the checkpoint that is served now.
     pub fn checkpoint(&self) -> Arc<Checkpoint> {
-        // A value is replaced whole: a panic leaves no half of one.
+        // A panic leaves no partial value: values are replaced whole.
         Arc::clone(&self.checkpoint.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Another checkpoint is served from now on.
+    /// Replaces the checkpoint that is served.
     pub fn set_checkpoint(&self, checkpoint: Checkpoint) {
         let layers = checkpoint.layers.iter();
         self.metrics.set_heads(layers.map(|layer| layer.active as f64 / layer.heads as f64));
         *self.checkpoint.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(checkpoint);
     }
 
-    /// When a request that arrives now is given up.
+    /// Returns when a request that arrives now is cancelled.
     pub fn deadline(&self) -> Option<Instant> {
         self.request_timeout.and_then(|timeout| Instant::now().checked_add(timeout))
     }
 
-    /// Refuses requests while the server ends, and those that name another model.
+    /// Rejects requests while the server ends, and requests that name another model.
     pub fn check_model(&self, name: Option<&str>) -> Result<(), ApiError> {
         if self.is_ending.load(Ordering::Relaxed) {
             return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the server is ending"));
@@ -105,7 +105,7 @@ impl Served {
         }
     }
 
-    /// Refuses more choices than may wait, of so many prompts, and none.
+    /// Rejects an empty list of prompts, and more choices than may wait.
     pub fn check_count(&self, prompts: usize, choices: usize) -> Result<(), ApiError> {
         if prompts == 0 {
             return Err(ApiError::invalid("prompt is an empty list", Some("prompt")));
@@ -120,7 +120,7 @@ impl Served {
         Ok(())
     }
 
-    /// Refuses to generate more tokens than the context has room for after a prompt.
+    /// Rejects `asked` if it is more than `room`, the tokens that the context has left after a prompt.
     pub fn check_room(
         &self,
         prompt: usize,
@@ -141,7 +141,7 @@ impl Served {
         }
     }
 
-    /// Refuses ids outside the vocabulary, which the field `name` gave.
+    /// Rejects ids outside the vocabulary. They are from the field `name`.
     pub fn check_ids(&self, ids: &[u32], name: &str) -> Result<(), ApiError> {
         let vocabulary = self.vocab_size;
         let Some(id) = ids.iter().find(|&&id| id as usize >= vocabulary) else { return Ok(()) };
@@ -151,7 +151,7 @@ impl Served {
         Err(ApiError::invalid(message, Some(name)))
     }
 
-    /// Returns the most tokens that can be generated after a prompt, which the field `name` gave.
+    /// Returns the most tokens that can be generated after a prompt from the field `name`.
     pub fn room_after(&self, prompt: &[u32], name: &str) -> Result<usize, ApiError> {
         let invalid = |message: String| Err(ApiError::invalid(message, Some(name)));
         self.check_ids(prompt, name)?;

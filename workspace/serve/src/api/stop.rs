@@ -1,11 +1,11 @@
-//! Text up to the first stop string. Text that may be the beginning of one is held back until it is clear.
+//! Text up to the first stop string. Text that may begin a stop string is held back until it is decided.
 
 /// Finds stop strings in text that arrives in pieces.
 #[derive(Debug)]
 pub(super) struct StopStrings<'a> {
     stops: &'a [String],
     held: String,
-    /// Whether a stop string was found: there is no more text.
+    /// Whether a stop string was found. Then no more text follows.
     pub found: bool,
 }
 
@@ -14,7 +14,7 @@ impl<'a> StopStrings<'a> {
         StopStrings { stops, held: String::new(), found: false }
     }
 
-    /// Adds text, and returns what is certainly before any stop string.
+    /// Adds text, and returns the text that is certainly before any stop string.
     pub fn push(&mut self, text: &str) -> String {
         if self.found {
             return String::new();
@@ -31,13 +31,13 @@ impl<'a> StopStrings<'a> {
         std::mem::replace(&mut self.held, rest)
     }
 
-    /// Returns the text that was held back, when no more follows.
+    /// Returns the text that was held back, at the end of the input.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 }
 
-/// Returns the bytes at the end of `text` that a stop string begins with.
+/// Returns the number of bytes at the end of `text` that begin a stop string.
 fn open_bytes(text: &str, stop: &str) -> usize {
     let begins = stop.char_indices().map(|(at, _)| at).rev();
     begins.into_iter().find(|&bytes| text.ends_with(&stop[..bytes])).unwrap_or(0)
@@ -64,7 +64,8 @@ mod tests {
         assert_eq!(texts(&["END"], &["abE", "N", "Dx"]), (expected(&["ab", "", "", ""]), true));
         assert_eq!(texts(&["END"], &["abE", "N", "x"]), (expected(&["ab", "", "ENx", ""]), false));
         assert_eq!(texts(&["END"], &["abEN"]), (expected(&["ab", "EN"]), false));
-        // Of two in one piece the first, and of one inside another the outer, which begins first.
+        // Of two stop strings in a piece, the first counts. Of a stop string inside another, the outer counts, which
+        // begins first.
         assert_eq!(texts(&["y", "x"], &["ax by"]).0, expected(&["a", ""]));
         assert_eq!(texts(&["b", "abc"], &["za", "bc"]).0, expected(&["z", "", ""]));
         assert_eq!(texts(&["é!"], &["aé", "é", "!"]).0, expected(&["a", "é", "", ""]));
@@ -82,7 +83,7 @@ mod tests {
                 all.push_str(&found.push(character.encode_utf8(&mut [0; 4])));
             }
             all.push_str(&found.finish());
-            // A stop string that is complete earlier may begin later than one that is still open.
+            // A stop string that is complete earlier may begin later than a stop string that is still open.
             if stops.len() < 2 {
                 prop_assert_eq!(&all, &text[..end.unwrap_or(text.len())]);
             }

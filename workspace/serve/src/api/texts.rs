@@ -1,4 +1,4 @@
-//! Texts to ids, within limits: what a text costs grows with the model's context, and not with the text.
+//! Converts texts to ids, within limits: the cost of a text grows with the model's context, and not with the text.
 
 use std::sync::Arc;
 
@@ -7,17 +7,16 @@ use moh_text::TextTokenizer;
 use super::work::{Kind, off_thread};
 use super::{ApiError, Served};
 
-/// A normalizer makes a text so many times shorter at most, as where it composes characters.
+/// A normalizer makes a text at most so many times shorter, as where it composes characters.
 const SHORTER: usize = 4;
-/// Bytes of the shortest longest token: one of a vocabulary of words stands for any unknown word.
+/// The least value of `longest`, in bytes: a token of a vocabulary of words can stand for any unknown word.
 const MIN_LONGEST: usize = 16;
-/// Bytes of the beginning of a text that is tokenized first, for each token that there may be: more than those of usual
-/// text.
+/// Bytes of a text's beginning to tokenize first, for each allowed token: more than the bytes of usual tokens.
 const BEGINNING: usize = 10;
-/// Contexts of a text of `/tokenize`, or of ids of `/detokenize`, at most.
+/// The most contexts of a text of `/tokenize`, or of ids of `/detokenize`.
 const CONTEXTS: usize = 16;
 
-/// How long the texts of requests may be.
+/// Limits of the length of texts in requests.
 #[derive(Debug, Clone, Copy)]
 pub struct TextLimits {
     context: usize,
@@ -33,12 +32,13 @@ impl TextLimits {
         TextLimits { context, longest: longest.unwrap_or(0).max(MIN_LONGEST) }
     }
 
-    /// Returns the tokens of a text or list of `/tokenize` and `/detokenize` at most.
+    /// Returns the most tokens of a text of `/tokenize`, or of a list of `/detokenize`.
     pub(super) fn tokens(&self) -> usize {
         self.context.saturating_mul(CONTEXTS)
     }
 
-    /// Returns the ids of a text, of which there are not far more than `most`; the field `name` gave it.
+    /// Returns the ids of a text from the field `name`. Rejects a text with a long beginning of far more than `most`
+    /// tokens.
     fn encode(
         &self,
         tokenizer: &TextTokenizer,
@@ -57,7 +57,7 @@ impl TextLimits {
         let mut length = most.saturating_mul(BEGINNING).max(1 << 12);
         while length < text.len() {
             let beginning = &text[..text.floor_char_boundary(length)];
-            // Its last tokens may be others than in the whole text.
+            // The last tokens of the beginning may differ from the whole text's.
             let found = tokenizer.encode_without_special_tokens(beginning)?.len();
             if found > most + most / 2 + 16 {
                 return refuse(format!("more than {} tokens", most + most / 2));
@@ -72,7 +72,7 @@ impl TextLimits {
 }
 
 impl Served {
-    /// Returns the ids of a text that the field `name` gave, of which there are not far more than `most`, and the text.
+    /// Returns the ids of a text from the field `name`, and the text. Rejects texts of far more than `most` tokens.
     pub(super) async fn encode(
         self: &Arc<Self>,
         text: String,

@@ -1,10 +1,10 @@
-//! The text of single tokens, as lists of log-probabilities show it.
+//! The texts of single tokens in lists of log-probabilities.
 
 use std::collections::HashMap;
 
 use moh_text::{TextTokenizer, bytes_of_token};
 
-/// What the lowest log-probability is shown as: JSON has no infinity.
+/// The value that stands for minus infinity, which JSON does not have.
 const LEAST_LOGPROB: f64 = -9999.0;
 
 /// The texts of tokens, each decoded once.
@@ -21,7 +21,8 @@ impl<'a> TokenTexts<'a> {
         TokenTexts { tokenizer, as_ids, known: HashMap::new() }
     }
 
-    /// Returns the text of a token after others, and its bytes. Bytes that are no text are written as `bytes:\xe2\x80`.
+    /// Returns the text of a token that follows others, and its bytes. Bytes that are not text are written as
+    /// `bytes:\xe2\x80`.
     pub fn of(&mut self, id: u32) -> &(String, Vec<u8>) {
         let (tokenizer, as_ids) = (self.tokenizer, self.as_ids);
         self.known.entry(id).or_insert_with(|| {
@@ -31,17 +32,17 @@ impl<'a> TokenTexts<'a> {
     }
 }
 
-/// Where tokens are in a text.
+/// Computes the positions of tokens in a text.
 #[derive(Debug, Default)]
 pub(super) struct Offsets {
     characters: usize,
-    /// Whether the tokens before the next one begin a character.
+    /// Whether the tokens so far end within a character.
     is_open: bool,
 }
 
 impl Offsets {
-    /// Returns the characters before a token, which makes this text certain. That of tokens which turned out to be no
-    /// character is before it.
+    /// Returns the number of characters before a token that completes the text `new`. If tokens before it turned out to
+    /// be no character, their text is before it.
     pub fn next(&mut self, new: &str) -> usize {
         let count = new.chars().count();
         let broken = new.chars().take_while(|&character| character == '\u{fffd}').count();
@@ -52,14 +53,14 @@ impl Offsets {
     }
 }
 
-/// Returns a log-probability as JSON can have it.
+/// Returns a log-probability as a number that JSON can have.
 pub(super) fn finite(logprob: f64) -> f64 {
     logprob.max(LEAST_LOGPROB)
 }
 
 fn text_and_bytes(tokenizer: &TextTokenizer, id: u32) -> (String, Vec<u8>) {
     let decode = |ids: &[u32]| tokenizer.decode(ids, false).unwrap_or_default();
-    // Twice, because decoders drop a space at the beginning of a text.
+    // Decoded twice, because decoders drop a space at the beginning of a text.
     let (once, twice) = (decode(&[id]), decode(&[id, id]));
     let text = twice.strip_prefix(&once).map_or(once.clone(), str::to_owned);
     if !text.contains('\u{fffd}') {

@@ -1,4 +1,4 @@
-//! `/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM has them: clients that count tokens need no tokenizer.
+//! `/tokenize`, `/detokenize` and `/tokenizer_info`, as in vLLM: clients that count tokens need no tokenizer.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::work::{Kind, off_thread};
 use super::{ApiError, Fields, Served};
 
-/// Bytes of a token's text, roughly.
+/// Approximate bytes of a token's text.
 const ID_BYTES: usize = 8;
 
 /// Returns the ids of a text.
@@ -60,7 +60,7 @@ pub(super) async fn detokenize(
     Ok(Json(json!({ "prompt": text })))
 }
 
-/// What clients need to know of the tokenizer.
+/// Returns the properties of the tokenizer that clients need.
 pub(super) async fn tokenizer_info(State(served): State<Arc<Served>>) -> Json<Value> {
     let tokenizer = &served.tokenizer;
     let token = |id: Option<u32>| id.and_then(|id| tokenizer.token(id));

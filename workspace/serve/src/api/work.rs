@@ -1,6 +1,5 @@
-//! Work that would keep the other clients waiting, on threads of its own. Work on less overtakes work on more, and what
-//! may not end is given up after some time: its thread is left alone, and neither requests nor the program's end wait for
-//! it.
+//! Runs work that would delay other clients on threads of its own. Short work passes long work. Work that may not end
+//! is given up after some time: its thread runs on, but neither requests nor the program's end wait for it.
 
 use std::cmp::Reverse;
 use std::sync::{Mutex, PoisonError};
@@ -14,36 +13,36 @@ use super::ApiError;
 
 /// Bytes from which work on a text is long.
 pub(super) const LONG_BYTES: usize = 64 << 10;
-/// Bytes from which it is not little.
+/// Bytes from which work on a text is no longer little.
 const SOME_BYTES: usize = 4 << 10;
 /// Places of little work, of some work, and of long work of each kind.
 static LITTLE: Places = Places::new(4);
 static SOME: Places = Places::new(4);
 static LONG: [Places; 2] = [Places::new(1), Places::new(1)];
-/// Time that work waits longer for each of its bytes than other work: a thousand times what a long word takes.
+/// The extra wait of work for each of its bytes: a thousand times the time of a long word.
 const TURN_OF_BYTE: Duration = Duration::from_millis(1);
-/// Threads for work with a limit of its time, those that were given up among them; one with much work counts as several.
+/// Threads for work with a time limit, including threads that were given up. Large work counts as several threads.
 const THREADS: usize = 8;
 static THREAD_PLACES: Semaphore = Semaphore::const_new(THREADS);
-/// The stack of a thread, of which only what is used takes memory: values of a template may be deep.
+/// The stack of a thread: values of a template may be nested deeply. Only the used part needs memory.
 const STACK_BYTES: usize = 1 << 28;
-/// The time that such work may take, and may wait for its turn.
+/// The most time that such work may run, and the most time that it may wait.
 const LIMIT: Duration = Duration::from_secs(2);
 
-/// What work is done on.
+/// The input of work.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Kind {
     Body,
     Text,
 }
 
-/// Work that waits for a place, and its turn.
+/// The turn of work that waits, and the sender of its place.
 type Waiting = (Instant, oneshot::Sender<Place>);
 
-/// Free places for work that is done at the same time, and what waits for one, the next one last.
+/// The number of free places for work, and the work that waits for a place, the next last.
 struct Places(Mutex<(usize, Vec<Waiting>)>);
 
-/// A place, until it is dropped.
+/// A place. Dropping it frees the place.
 struct Place(&'static Places);
 
 impl Places {
@@ -51,14 +50,14 @@ impl Places {
         Places(Mutex::new((count, Vec::new())))
     }
 
-    /// Returns a place for work on so many bytes. Work on fewer bytes overtakes it until it has waited long.
+    /// Waits for a place for work on `bytes` bytes. Work on fewer bytes passes it until it has waited long.
     async fn acquire(&'static self, bytes: usize) -> Option<Place> {
         let (sender, place) = oneshot::channel();
         self.give(0, Some((Instant::now() + TURN_OF_BYTE * bytes as u32, sender)));
         place.await.ok()
     }
 
-    /// Adds free places and what waits for one, and gives places out.
+    /// Adds free places and waiting work, and assigns places.
     fn give(&'static self, freed: usize, waits: Option<Waiting>) {
         let (free, waiting) = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner);
         *free += freed;
@@ -70,7 +69,7 @@ impl Places {
         {
             match sender.send(Place(self)) {
                 Ok(()) => *free -= 1,
-                // Its client has left.
+                // The client has left.
                 Err(place) => std::mem::forget(place),
             }
         }
@@ -83,7 +82,7 @@ impl Drop for Place {
     }
 }
 
-/// Does work on so many bytes.
+/// Runs work on `bytes` bytes.
 pub(super) async fn off_thread<R: Send + 'static>(
     kind: Kind,
     bytes: usize,
@@ -98,7 +97,7 @@ pub(super) async fn off_thread<R: Send + 'static>(
     start(work, place)?.await.unwrap_or_else(|_| Err(failed()))
 }
 
-/// Does work that may not end, and that takes `threads` of the [`THREADS`] places; errors call it `what`.
+/// Runs work that may not end, and that occupies `threads` of the [`THREADS`] places. Errors call it `what`.
 pub(super) async fn within_limit<R: Send + 'static>(
     what: &str,
     threads: usize,
@@ -120,7 +119,7 @@ pub(super) async fn within_limit<R: Send + 'static>(
     }
 }
 
-/// Starts work, which keeps `held` until it ends.
+/// Starts work. The work keeps `held` until it ends.
 fn start<R: Send + 'static>(
     work: impl FnOnce() -> Result<R, ApiError> + Send + 'static,
     held: impl Send + 'static,
@@ -158,7 +157,7 @@ mod tests {
                 Ok(ends.lock().is_ok_and(|it| it.recv().is_ok()))
             }))
         };
-        // They take all places, and as many more get none.
+        // Half of the tasks take all places, and the other half find no place.
         let tasks: Vec<_> = (0..THREADS).map(|_| endless()).collect();
         assert_eq!(off_thread(Kind::Text, 1, || Ok(1)).await, Ok(1));
         assert_eq!(off_thread(Kind::Body, LONG_BYTES, || Ok(2)).await, Ok(2));
@@ -170,7 +169,7 @@ mod tests {
         }
         assert!(start.elapsed() < 4 * LIMIT);
         drop(end);
-        // Threads that were given up leave their places when they end.
+        // Threads that were given up free their places when they end.
         drop(THREAD_PLACES.acquire_many(THREADS as u32).await);
         assert_eq!(within_limit("it", 1, || Ok(3)).await, Ok(3));
     }
@@ -182,7 +181,7 @@ mod tests {
         let works = [4_000, 63_000, 5_000].map(|bytes| tokio::spawn(PLACES.acquire(bytes)));
         tokio::task::yield_now().await;
         let [left, long, short] = works;
-        // One that has left keeps no place.
+        // Work with a client that has left keeps no place.
         left.abort();
         drop(first);
         tokio::task::yield_now().await;

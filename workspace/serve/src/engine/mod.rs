@@ -12,5 +12,5 @@ pub use request::{
 };
 pub use scheduler::{Admission, Limits, Scheduler};
 
-/// The share of the places, and of the queue, that is kept for sequences that generate few tokens: one of so many.
+/// One in so many places, in the engine and in the queue, is kept for sequences that generate few tokens.
 const OF_FEW: usize = 16;

@@ -9,7 +9,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::{Event, OF_FEW, Request};
 
-/// The events of a sequence. They are dropped to give it up.
+/// The events of a sequence. Dropping them cancels the sequence.
 #[derive(Debug)]
 pub struct Events {
     receiver: UnboundedReceiver<Event>,
@@ -22,7 +22,7 @@ impl Events {
         self.receiver.recv().await
     }
 
-    /// Ends the sequence, whose client has all that it wants.
+    /// Ends the sequence, because its client wants no more.
     pub fn end(&mut self) {
         self.is_enough.store(true, Ordering::Relaxed);
         self.receiver.close();
@@ -39,16 +39,16 @@ pub(super) struct EventSender {
 
 impl EventSender {
     pub fn send(&self, event: Event) {
-        // Whoever has left is found by `is_closed`.
+        // `is_closed` finds clients that have left.
         let _ = self.sender.send(event);
     }
 
-    /// Returns whether nobody listens any more.
+    /// Returns whether the client has left.
     pub fn is_closed(&self) -> bool {
         self.sender.is_closed()
     }
 
-    /// Returns whether the client ended the sequence with all that it wants.
+    /// Returns whether the client wants no more of the sequence.
     pub fn is_enough(&self) -> bool {
         self.is_enough.load(Ordering::Relaxed)
     }
@@ -95,15 +95,15 @@ pub struct Submission {
     pub(super) request: Request,
     pub(super) events: EventSender,
     pub(super) arrived: Instant,
-    /// Whether the first of the sequences with this prompt has computed it.
+    /// Whether the first sequence with this prompt has computed the prompt.
     pub(super) prompt_done: Arc<AtomicBool>,
     pub(super) is_first: bool,
-    /// Whether a sequence that was submitted together with this one is computed, or was: they have it in common.
+    /// Whether any sequence that was submitted together with this one was ever computed. They share the flag.
     pub(super) has_begun: Arc<AtomicBool>,
     place: Counted,
 }
 
-/// One of what a number counts, until it is dropped.
+/// Counts one in a number until it is dropped.
 #[derive(Debug)]
 struct Counted(Arc<AtomicUsize>);
 
@@ -130,8 +130,8 @@ pub fn queue(capacity: usize) -> (Handle, Inbox) {
 }
 
 impl Handle {
-    /// Submits requests, all or none. Those of a group have the same prompt: the first one computes it, and the others
-    /// share what it has left.
+    /// Submits all requests, or fails. The requests of a group have the same prompt. The first request computes it, and
+    /// the others share its keys and values.
     pub fn submit(&self, groups: Vec<Vec<Request>>) -> Result<Vec<Vec<Events>>, QueueFull> {
         let count = groups.iter().map(Vec::len).sum::<usize>();
         let generates_many = groups.iter().flatten().any(Request::generates_many);
@@ -148,7 +148,7 @@ impl Handle {
                 let is_enough: Arc<AtomicBool> = Arc::default();
                 let (is_enough_too, _active) = (Arc::clone(&is_enough), Counted::new(&self.active));
                 let events = EventSender { sender, is_enough: is_enough_too, _active };
-                // Without an engine the events end at once.
+                // If the engine has ended, the events end at once.
                 let _ = self.sender.send(Submission {
                     request,
                     events,
@@ -156,7 +156,7 @@ impl Handle {
                     prompt_done: Arc::clone(&prompt_done),
                     is_first: number == 0,
                     has_begun: Arc::clone(&has_begun),
-                    // Counted above, with the others.
+                    // Counted above, together with the others.
                     place: Counted(Arc::clone(&self.waiting)),
                 });
                 Events { receiver, is_enough }
@@ -173,17 +173,17 @@ impl Handle {
 }
 
 impl Submission {
-    /// Lets the others with the same prompt join.
+    /// Lets the other sequences with the same prompt join.
     pub(super) fn release_siblings(&self) {
         self.prompt_done.store(true, Ordering::Relaxed);
     }
 
-    /// Returns whether the first sequence with its prompt has left what it would compute.
+    /// Returns whether the sequence may join: it is the first with its prompt, or that prompt is computed.
     pub(super) fn is_ready(&self) -> bool {
         self.is_first || self.prompt_done.load(Ordering::Relaxed)
     }
 
-    /// What is computed; its place in the queue is free.
+    /// Frees the place in the queue; returns the request and its events.
     pub(super) fn admit(self) -> (Request, EventSender) {
         self.has_begun.store(true, Ordering::Relaxed);
         drop(self.place);

@@ -1,4 +1,4 @@
-//! What is asked of the engine, and what it answers.
+//! Requests to the engine, and its answers.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -10,39 +10,40 @@ use moh_model::{LogProbabilities, Sampling};
 pub struct Request {
     /// The tokens of the prompt, at least one, all in the vocabulary.
     pub prompt: Arc<[u32]>,
-    /// Tokens to generate at most; with 0 the prompt alone is computed.
+    /// The most tokens to generate. With 0, only the prompt is computed.
     pub max_tokens: usize,
-    /// How they are sampled.
+    /// How tokens are sampled.
     pub sampling: Sampling,
-    /// The seed of their sampling.
+    /// The seed of the sampling.
     pub seed: u64,
     /// Tokens after which generation ends.
     pub end_tokens: Vec<u32>,
-    /// The number of most likely tokens that are wanted beside each generated one.
+    /// The number of most likely tokens to return for each generated token.
     pub logprobs: Option<usize>,
-    /// The number of most likely tokens that are wanted beside each token of the prompt.
+    /// The number of most likely tokens to return for each token of the prompt.
     pub prompt_logprobs: Option<usize>,
-    /// Whether the heads that generated tokens compute are wanted.
+    /// Whether to return the heads that generated tokens compute.
     pub heads: bool,
-    /// Whether the heads that the prompt's tokens compute are wanted.
+    /// Whether to return the heads that the prompt's tokens compute.
     pub prompt_heads: bool,
     /// Whether each token is sent when it is generated; otherwise all are sent at the end.
     pub streams: bool,
-    /// When the request is given up.
+    /// When the request is cancelled.
     pub deadline: Option<Instant>,
 }
 
-/// Tokens up to which a sequence generates few.
+/// The most tokens of a sequence that generates few tokens.
 const FEW_TOKENS: usize = 64;
 
 impl Request {
-    /// Returns whether it may be computed for long, so that those that generate few tokens have places that it has not.
+    /// Returns whether the sequence may be computed for long. Sequences that generate few tokens have places of their
+    /// own.
     pub(super) fn generates_many(&self) -> bool {
         self.max_tokens > FEW_TOKENS
     }
 
-    /// Of how many tokens of the prompt the keys and values may be those of an earlier prompt: none if log-probabilities or
-    /// heads of each token are wanted.
+    /// Returns how many prompt tokens may reuse keys and values of an earlier prompt: 0 if log-probabilities or heads
+    /// of each token are wanted.
     pub(super) fn shared_tokens(&self) -> usize {
         match self.prompt_logprobs.is_some() || self.prompt_heads {
             true => 0,
@@ -56,7 +57,7 @@ impl Request {
     }
 }
 
-/// What the engine computes of a sequence, in order: its prompt, its tokens, its end.
+/// The results of a sequence, in order: its prompt, its tokens, its end.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     /// The prompt is computed.
@@ -65,16 +66,16 @@ pub enum Event {
     Token(GeneratedToken),
     /// The sequence has ended.
     Finished(FinishReason),
-    /// It cannot be computed; nothing follows.
+    /// The sequence cannot be computed. No event follows.
     Failed(Failure),
 }
 
 /// The prompt of a sequence.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ComputedPrompt {
-    /// Its first tokens whose keys and values an earlier prompt had left.
+    /// The number of first tokens with keys and values from an earlier prompt.
     pub cached_tokens: usize,
-    /// For each token but the first, if wanted.
+    /// The log-probabilities of each token except the first, if wanted.
     pub logprobs: Vec<LogProbabilities>,
     /// The heads that its tokens computed, if wanted.
     pub heads: Vec<TokenHeads>,
@@ -85,11 +86,11 @@ pub struct ComputedPrompt {
 pub struct GeneratedToken {
     /// The token.
     pub id: u32,
-    /// If wanted.
+    /// The log-probabilities, if wanted.
     pub logprobs: Option<LogProbabilities>,
-    /// The heads that the token before it computed, if wanted: a token is computed when the next one is generated.
+    /// The heads that the token before it computed, if wanted. A token is computed when the next token is generated.
     pub heads: Vec<TokenHeads>,
-    /// Whether it ends the generation, so that it is not text.
+    /// Whether the token ends the generation. Such a token is not text.
     pub is_end: bool,
 }
 
@@ -98,7 +99,7 @@ pub struct GeneratedToken {
 pub struct TokenHeads {
     /// Its position in the sequence, from 0.
     pub position: usize,
-    /// For each layer the query heads, in ascending order.
+    /// The query heads of each layer, in ascending order.
     pub layers: Vec<Vec<usize>>,
 }
 
@@ -107,12 +108,12 @@ pub struct TokenHeads {
 pub enum FinishReason {
     /// At a token that ends the generation.
     Stop,
-    /// With as many tokens as were asked for.
+    /// After the requested number of tokens.
     Length,
 }
 
 impl FinishReason {
-    /// As OpenAI's API has it.
+    /// Returns the name in OpenAI's API.
     pub fn name(self) -> &'static str {
         match self {
             FinishReason::Stop => "stop",

@@ -1,9 +1,9 @@
-//! Continuous batching: every pass computes a token of each sequence that generates, and parts of the prompts of
-//! others. A sequence joins as soon as there is room, and leaves when it ends.
+//! Continuous batching: every pass computes a token of each generating sequence, and parts of the prompts of other
+//! sequences. A sequence joins as soon as there is room, and leaves when it ends.
 //!
-//! Sequences join in the order of their arrival, but a short prompt passes long ones: those being computed leave it some
-//! places and blocks, and most of a pass's room for prompts goes to those that need the fewest passes. When the blocks
-//! do not suffice, the sequence that joined last gives up its own and is computed again later, with the same result.
+//! Sequences join in the order of their arrival, but a short prompt may pass long prompts. Some places and blocks are
+//! kept for short prompts, and most of a pass's room for prompts goes to the shortest. If the blocks do not suffice,
+//! the sequence that joined last gives up its blocks. It is computed again later, with the same result.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -20,30 +20,31 @@ use super::sequence::{Progress, Sequence};
 use super::{Event, Failure, FinishReason, OF_FEW};
 use crate::metrics::Metrics;
 
-/// Elements of the logits of a prompt's tokens that a pass returns at most.
+/// The most elements of prompt logits that a pass returns.
 const MAX_PROMPT_LOGITS: usize = 1 << 24;
-/// The share of the places that is kept for short prompts: one of so many.
+/// One in so many places is kept for short prompts.
 const PLACES_KEPT: usize = 8;
-/// The share of the blocks that is kept for short prompts, and of a pass's room for prompts that is kept for the oldest one.
+/// One in so many blocks is kept for short prompts, and one in so many prompt tokens of a pass for the oldest prompt.
 const RESERVE: usize = 4;
-/// The time after which others no longer pass a sequence that cannot join.
+/// The time after which no sequence may pass a sequence that cannot join.
 const MAX_PASSED: Duration = Duration::from_secs(30);
 
-/// How much is computed together.
+/// Limits of the work that is computed together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Sequences that are computed at the same time; at most the tokens of a pass.
+    /// The most sequences that are computed together; also limited by the tokens of a pass.
     pub sequences: usize,
-    /// Tokens of prompts that a pass computes while other sequences generate: they wait for it.
+    /// The most prompt tokens of a pass while other sequences generate: these wait for the pass.
     pub prompt_tokens: usize,
 }
 
-/// Which waiting sequences may join.
+/// The waiting sequences that may join.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Admission {
-    /// All.
+    /// All waiting sequences.
     Open,
-    /// Those of requests that have begun: the model is about to change, and a request is computed by one.
+    /// Sequences of requests that have begun: the model is about to change, and a request is computed by a single
+    /// model.
     OnlyBegun,
 }
 
@@ -52,29 +53,29 @@ pub struct Scheduler<'a, B: Backend, T: Element> {
     model: &'a Model<B, T>,
     batch: BatchGenerator<'a, B, T>,
     limits: Limits,
-    /// Ids of the tokenizer, which are generated.
+    /// The number of the tokenizer's ids: only these are generated.
     vocab_size: usize,
     waiting: VecDeque<Submission>,
-    /// Sequences that gave up their blocks, the one that joined first at the front.
+    /// Sequences that gave up their blocks, in the order in which they joined.
     preempted: VecDeque<Sequence>,
-    /// By when they joined.
+    /// Running sequences, in the order in which they joined.
     running: Vec<Sequence>,
-    /// Since when a sequence could not join that others may pass.
+    /// Since when the sequences at the front, which others may pass, have been unable to join.
     blocked: Option<Instant>,
     metrics: Arc<Metrics>,
 }
 
 /// The chunk of a running sequence.
 struct Planned {
-    /// Its index among the running ones.
+    /// The sequence's index in `running`.
     index: usize,
-    /// The position of its first token.
+    /// The position of the chunk's first token.
     first: usize,
     chunk: Chunk,
 }
 
 impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
-    /// Allocates the buffers.
+    /// Creates a scheduler, and allocates the buffers of its passes.
     pub fn new(
         model: &'a Model<B, T>,
         options: BatchOptions,
@@ -99,12 +100,12 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         })
     }
 
-    /// Adds a sequence that waits.
+    /// Adds a waiting sequence.
     pub fn add(&mut self, submission: Submission) {
         self.waiting.push_back(submission);
     }
 
-    /// Takes all that the queue has; false if there will be nothing more.
+    /// Adds all submissions in the queue; waits `patience` for the first. Returns false if no more can come.
     pub fn take(&mut self, inbox: &Inbox, mut patience: Duration) -> bool {
         loop {
             match inbox.receiver.recv_timeout(patience) {
@@ -115,7 +116,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         }
     }
 
-    /// Returns whether no request has begun that is not finished; others may wait.
+    /// Returns whether every request that has begun is finished. Other requests may wait.
     pub fn is_drained(&self) -> bool {
         let mut waiting = self.waiting.iter();
         self.running.is_empty()
@@ -128,12 +129,12 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         self.is_drained() && self.waiting.is_empty()
     }
 
-    /// Returns the sequences that wait, which another scheduler may have.
+    /// Returns the waiting sequences, for another scheduler.
     pub fn into_waiting(self) -> VecDeque<Submission> {
         self.waiting
     }
 
-    /// Computes a pass, if there is anything to compute.
+    /// Computes a pass, if any sequence needs it.
     pub fn step(&mut self, admission: Admission) {
         self.drop_ended();
         self.resume_preempted();
@@ -147,7 +148,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         self.observe();
     }
 
-    /// Removes the sequences whose clients have left or have enough, and those that are late.
+    /// Removes sequences that are late, and sequences with clients that have left or want no more.
     fn drop_ended(&mut self) {
         let (now, metrics) = (Instant::now(), &self.metrics);
         self.waiting.retain(|waiting| {
@@ -170,7 +171,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         self.preempted.retain(&mut keep);
     }
 
-    /// Lets the sequences that gave up their blocks join again.
+    /// Lets sequences that gave up their blocks join again.
     fn resume_preempted(&mut self) {
         while self.has_place()
             && let Some(sequence) = self.preempted.front()
@@ -194,8 +195,8 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         }
     }
 
-    /// Lets waiting sequences join while there is room for their prompts. The first one for which there is not keeps
-    /// those behind it waiting, but for short ones.
+    /// Lets waiting sequences join while there is room for their prompts. After the first prompt without room, only
+    /// short prompts may join.
     fn admit(&mut self, admission: Admission) {
         let (mut next, mut is_blocked) = (0, !self.preempted.is_empty());
         while self.has_place()
@@ -243,24 +244,23 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         }
     }
 
-    /// Returns whether a prompt is short, so that a few passes compute it while others generate.
+    /// Returns whether a prompt is short: a few passes compute it while others generate.
     fn is_short(&self, prompt: &[u32]) -> bool {
         prompt.len() <= 2 * self.limits.prompt_tokens.min(self.batch.options().pass_tokens)
     }
 
-    /// Returns whether a prompt may be computed before others that wait: a short one, unless they have waited long.
+    /// Returns whether a prompt may pass waiting prompts: it is short, and they have not waited long.
     fn may_pass(&self, prompt: &[u32]) -> bool {
         self.is_short(prompt) && self.blocked.is_none_or(|since| since.elapsed() < MAX_PASSED)
     }
 
-    /// Returns the places that may be taken when a long prompt joins, and those that the sequences of one request may
-    /// have.
+    /// Returns the number of running sequences at which long prompts no longer join. A single request may have as many.
     fn most(&self) -> usize {
         self.limits.sequences - self.limits.sequences / PLACES_KEPT
     }
 
-    /// Returns whether the request of a waiting sequence has as many places as it may have, or all those that generate
-    /// many tokens have, among which it is.
+    /// Returns whether a waiting sequence must wait, because its request or the sequences that generate many tokens
+    /// have all the places that they may have.
     fn is_many(&self, waiting: &Submission) -> bool {
         let of_request = self.running.iter().filter(|sequence| sequence.is_of(waiting)).count();
         let many = || self.running.iter().filter(|it| it.request.generates_many()).count();
@@ -268,15 +268,17 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         of_request >= self.most() || waiting.request.generates_many() && many() >= places
     }
 
-    /// Returns whether one more sequence may be computed.
+    /// Returns whether another sequence may be computed.
     fn has_place(&self) -> bool {
         self.running.len() < self.limits.sequences
     }
 
-    /// Adds a sequence to the generator if there are blocks for its first `tokens` tokens beside those that the prompts of
-    /// the others still need; at most `share` tokens are those of an earlier prompt. One that passes another has a part of
-    /// the blocks only, together with those that did so before, and a long one leaves this part. Returns it, and how many
-    /// tokens of its prompt are computed already.
+    /// Adds a sequence to the generator, if there are blocks for its first `tokens` tokens beside the blocks that
+    /// running prompts still need. At most `share` tokens reuse an earlier prompt. Returns the id and the number of
+    /// prompt tokens that are computed already.
+    ///
+    /// Short prompts have a reserve of blocks. A sequence that passes others must fit into it, together with running
+    /// short prompts. A long prompt leaves it free.
     fn try_join(
         &mut self,
         prompt: &[u32],
@@ -305,7 +307,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         Ok(Some((id, shared)))
     }
 
-    /// Returns the blocks that the prompts of the running sequences still need.
+    /// Returns the number of blocks that the prompts of running sequences still need.
     fn promised_blocks(&self) -> usize {
         let of = |sequence: &Sequence| {
             let waiting = self.batch.waiting(sequence.id).unwrap_or(0);
@@ -314,7 +316,8 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         self.running.iter().map(of).sum()
     }
 
-    /// Returns the chunks of the next pass. Sequences that joined last give up their blocks until the others' suffice.
+    /// Returns the chunks of the next pass. While blocks are missing, the sequence that joined last gives up its
+    /// blocks.
     fn plan(&mut self) -> Vec<Planned> {
         loop {
             let plan = self.chunks();
@@ -334,7 +337,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         }
     }
 
-    /// Returns a token of every sequence that generates, and then parts of prompts.
+    /// Returns a token of every generating sequence, and then parts of prompts.
     fn chunks(&self) -> Vec<Planned> {
         let planned = |index: usize, tokens: usize, logits: usize| {
             let sequence = &self.running[index];
@@ -351,8 +354,8 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
             room = room.min(self.limits.prompt_tokens);
         }
         let mut logits_room = (MAX_PROMPT_LOGITS / self.model.config().vocab_size.max(1)).max(1);
-        // A part of the room is that of the prompt that joined first; of the rest, the shortest prompt gets what it needs,
-        // then the next one, and what none of them needs is the first one's too.
+        // A part of the room is kept for the oldest prompt. The rest goes to prompts by length, the shortest first. In
+        // its turn, the oldest prompt may use all the room that is left.
         let waits = |index: usize| self.batch.waiting(self.running[index].id).unwrap_or(0);
         let oldest = prompts.first().copied();
         let mut kept = oldest.map_or(0, |index| waits(index).min(room / RESERVE));
@@ -412,7 +415,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         self.advance(computed)
     }
 
-    /// Every sequence that was computed goes on: its next token, or the next part of its prompt.
+    /// Advances every computed sequence to its next token, or to the next part of its prompt.
     fn advance(&mut self, computed: Vec<Option<Vec<Option<RowChoice>>>>) -> Result<(), Error> {
         let mut ended = Vec::new();
         for (index, choices) in computed.into_iter().enumerate() {
@@ -452,7 +455,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
         Ok(())
     }
 
-    /// A pass has failed: nobody knows what the device has computed.
+    /// Fails every sequence after a failed pass, because the state of the device is unknown.
     fn fail_all(&mut self, reason: &str) {
         let sequences: Vec<_> = self.running.drain(..).chain(self.preempted.drain(..)).collect();
         for sequence in sequences {
@@ -475,7 +478,7 @@ impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
     }
 }
 
-/// Returns whether a sequence is still wanted and in time; if not, it is counted, and its client is told.
+/// Returns whether a sequence is still wanted and in time. Otherwise counts it, and informs its client.
 fn goes_on(
     events: &EventSender,
     deadline: Option<Instant>,

@@ -10,43 +10,44 @@ use moh_model::{Sampler, SequenceId};
 use super::queue::{EventSender, Submission};
 use super::{ComputedPrompt, Event, FinishReason, GeneratedToken, Request, TokenHeads};
 
-/// A sequence that is computed, or was and waits to be computed again.
+/// A sequence that is computed, or that waits to be computed again.
 pub(super) struct Sequence {
     pub request: Request,
     pub events: EventSender,
     arrived: Instant,
     prompt_done: Arc<AtomicBool>,
-    /// The sequences that were submitted together have it in common.
+    /// Shared by the sequences that were submitted together.
     has_begun: Arc<AtomicBool>,
     sampler: Sampler,
-    /// In the generator.
+    /// The sequence's id in the generator.
     pub id: SequenceId,
     generated: Vec<u32>,
-    /// How many of them the generator has: it computes them one by one, again after it had to give up its blocks, so
-    /// that the bits stay the same.
+    /// The number of generated tokens that the generator has. It computes them one by one, even after the sequence gave
+    /// up its blocks, so that the bits stay the same.
     pushed: usize,
-    /// Events are sent once, whatever is computed again.
+    /// The prompt, until its event is sent, which happens once, even if it is computed again.
     prompt: Option<ComputedPrompt>,
     heads: Vec<TokenHeads>,
-    /// Tokens of a request that does not stream, sent at the end: each event wakes a thread, which slows the next pass.
+    /// Tokens of a request that does not stream. They are sent at the end: each event wakes a thread, which slows the
+    /// next pass.
     held: Vec<GeneratedToken>,
-    /// The position after the last token whose heads were taken.
+    /// The position after the last token with heads in `heads` or in an event.
     seen: usize,
     last_token: Option<Instant>,
 }
 
-/// What happened when a sequence had its logits.
+/// The result of a sequence's logits.
 pub(super) enum Progress {
-    /// It has a new token, after so many seconds: since it arrived for the first one, else since the last one.
+    /// A new token, and the seconds since the last token or, for the first token, since the request.
     Token { seconds: f64, is_first: bool },
-    /// A token that was generated before is to be computed again.
+    /// The next token is known from before, and will be computed again.
     Replayed,
-    /// The prompt is all that was asked for.
+    /// The request asks only for the prompt.
     PromptOnly,
 }
 
 impl Sequence {
-    /// Begins a sequence of the queue, which the generator has as `id`.
+    /// Creates a sequence from the queue, with id `id` in the generator.
     pub fn new(
         submission: Submission,
         vocab_size: usize,
@@ -76,7 +77,7 @@ impl Sequence {
         }
     }
 
-    /// The generator has lost its blocks: all is computed again as `id`.
+    /// Restarts the sequence as `id`, after it gave up its blocks.
     pub fn restart(&mut self, id: SequenceId) {
         (self.id, self.pushed) = (id, 0);
         if let Some(prompt) = &mut self.prompt {
@@ -84,32 +85,32 @@ impl Sequence {
         }
     }
 
-    /// Returns the tokens that are to be computed before it can go on where it was.
+    /// Returns the number of tokens that must be computed before the sequence can resume.
     pub fn tokens_to_restart(&self) -> usize {
         self.request.prompt.len() + self.generated.len() + 1
     }
 
-    /// Returns whether it was submitted together with another one.
+    /// Returns whether the sequence was submitted together with `submission`.
     pub fn is_of(&self, submission: &Submission) -> bool {
         Arc::ptr_eq(&self.has_begun, &submission.has_begun)
     }
 
-    /// Lets the others with the same prompt join.
+    /// Lets the other sequences with the same prompt join.
     pub fn release_siblings(&self) {
         self.prompt_done.store(true, Ordering::Relaxed);
     }
 
-    /// Returns whether the generator has only one token of it to compute, which was generated.
+    /// Returns whether the generator computes only generated tokens of the sequence, and no more of its prompt.
     pub fn is_decoding(&self) -> bool {
         self.pushed > 0
     }
 
-    /// Returns the tokens that the generator has.
+    /// Returns the number of tokens that the generator has.
     pub fn length(&self) -> usize {
         self.request.prompt.len() + self.pushed
     }
 
-    /// Of how many tokens of the prompt the keys and values may be those of an earlier prompt.
+    /// Returns how many prompt tokens may reuse keys and values of an earlier prompt.
     pub fn shared_tokens(&self) -> usize {
         match self.prompt {
             Some(_) => self.request.shared_tokens(),
@@ -117,12 +118,12 @@ impl Sequence {
         }
     }
 
-    /// Returns whether logits after each token of the prompt are to be computed.
+    /// Returns whether the logits after each prompt token are needed.
     pub fn wants_prompt_logits(&self) -> bool {
         self.request.prompt_logprobs.is_some() && self.prompt.is_some()
     }
 
-    /// Takes the heads of the token at a position.
+    /// Stores the heads of the token at a position, if wanted and new.
     pub fn take_heads(&mut self, position: usize, layers: impl FnOnce() -> Vec<Vec<usize>>) {
         let is_wanted = match position < self.request.prompt.len() {
             true => self.request.prompt_heads,
@@ -134,13 +135,12 @@ impl Sequence {
         }
     }
 
-    /// Returns whether the token after its last one is to be chosen: it is not known from an earlier time, and is
-    /// wanted.
+    /// Returns whether the next token must be chosen: it is wanted, and not known from before.
     pub fn chooses_next(&self) -> bool {
         self.request.max_tokens > 0 && self.pushed == self.generated.len()
     }
 
-    /// What is wanted of the logits after its tokens from position `first` to before `end`.
+    /// Returns the requests for the logits after the tokens from position `first` to before `end`.
     pub fn requests(&mut self, first: usize, end: usize) -> Vec<RowRequest> {
         let next = self.generated.get(self.pushed).copied();
         let (prompt, log_probabilities) = (&self.request.prompt, self.request.prompt_logprobs);
@@ -149,7 +149,7 @@ impl Sequence {
             let (token, log_probabilities) = match prompt.get(position) {
                 Some(&id) => (RowToken::Given(id), log_probabilities),
                 None if self.chooses_next() => (self.sampler.next_token(), self.request.logprobs),
-                // Nobody wants it.
+                // This token is not used.
                 None => (RowToken::Given(next.unwrap_or(0)), None),
             };
             requests.push(RowRequest { token, log_probabilities });
@@ -157,8 +157,8 @@ impl Sequence {
         requests
     }
 
-    /// Takes the probabilities of tokens of the prompt; returns the next token, if the tokens so far are computed and it was
-    /// to be chosen.
+    /// Stores the log-probabilities of prompt tokens. Returns the next token, if the tokens so far are computed and it
+    /// must be chosen.
     pub fn take(&mut self, mut choices: Vec<RowChoice>, is_whole: bool) -> Option<RowChoice> {
         let next = if is_whole { choices.pop().filter(|_| self.chooses_next()) } else { None };
         let wants_prompt = self.wants_prompt_logits();
@@ -170,7 +170,7 @@ impl Sequence {
         next
     }
 
-    /// Goes on after the last token that was computed, with the next one if it was chosen.
+    /// Advances the sequence after its last computed token, with the next token if it was chosen.
     pub fn advance(&mut self, next: Option<RowChoice>) -> Progress {
         if let Some(prompt) = self.prompt.take() {
             self.release_siblings();
@@ -203,7 +203,7 @@ impl Sequence {
         held.chain([Event::Finished(reason)]).for_each(|event| self.events.send(event));
     }
 
-    /// Why it has ended, if it has.
+    /// Returns why the sequence has ended, if it has.
     pub fn finished(&self) -> Option<FinishReason> {
         if self.pushed + 1 < self.generated.len() {
             return None;

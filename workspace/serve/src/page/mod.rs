@@ -1,4 +1,4 @@
-//! The page at `/`: a conversation, and beside each token the heads that it computed. It asks this server alone.
+//! The page at `/`: a conversation, and next to each token the heads that it computed. The page asks only this server.
 
 use axum::Router;
 use axum::http::header::{
@@ -7,7 +7,7 @@ use axum::http::header::{
 use axum::response::IntoResponse;
 use axum::routing::get;
 
-/// What the page may load: its own script and style, and this server's answers.
+/// The page may load its own script and style, and this server's answers.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 

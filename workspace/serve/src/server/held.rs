@@ -1,4 +1,4 @@
-//! A body that keeps something until all of it is sent or given up: whoever has bytes of it has that too.
+//! A body that keeps a value until the last of its bytes is sent or dropped.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 use axum::body::{Body, Bytes, HttpBody};
 use hyper::body::{Frame, SizeHint};
 
-/// A body, and what is dropped with the last of its bytes.
+/// A body, and a value that is dropped with the last of its bytes.
 #[derive(Debug)]
 pub struct Held<H>(Body, Arc<H>);
 
@@ -18,7 +18,7 @@ impl<H> Held<H> {
     }
 }
 
-/// Bytes of such a body.
+/// Bytes of the body, which keep the value.
 struct Part<H> {
     bytes: Bytes,
     _held: Arc<H>,

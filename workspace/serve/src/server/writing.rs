@@ -1,5 +1,5 @@
-//! A stream that fails when its reader takes nothing for some time, or has left. hyper reads no more while bytes that
-//! follow a request wait, so that it would not see the end of the stream behind them.
+//! A stream that fails if its client reads nothing for some time, or has left. While bytes that follow a request wait,
+//! hyper reads no more, and so would miss the end of the stream behind them.
 
 use std::io;
 use std::pin::Pin;
@@ -10,29 +10,30 @@ use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Sleep, sleep};
 
-/// Bytes that a client may send behind a request before it is answered. Behind more, the end of its stream would not be seen.
+/// Bytes that a client may send behind a request before its answer. Behind more bytes, the end of its stream would be
+/// missed.
 const MAX_BEHIND: usize = 64 << 10;
-/// The time for which a client that has closed its side may still be answered.
+/// The time for which a client may still get an answer after it has closed its side.
 const LAST_ANSWER: Duration = Duration::from_millis(300);
 
-/// A stream with a limit of the time in which some of what is written has to be taken.
+/// A stream that limits how long a write may wait for its client.
 pub(super) struct Writing<S, F> {
     stream: S,
     has_left: F,
-    /// When it was seen that the client has left.
+    /// When the stream first saw that the client has left.
     left: Option<Instant>,
     timeout: Duration,
-    /// The end of the time, while a write waits.
+    /// The deadline of a write that waits.
     deadline: Option<Pin<Box<Sleep>>>,
 }
 
 impl<S, F> Writing<S, F> {
-    /// Creates a stream whose writes wait at most so long, and whose client may leave.
+    /// Creates a stream. A write waits at most `timeout`, and `has_left` says whether the client has left.
     pub fn new(stream: S, timeout: Duration, has_left: F) -> Self {
         Writing { stream, has_left, left: None, timeout, deadline: None }
     }
 
-    /// What was polled, or an error if it has waited too long.
+    /// Returns `polled`, or an error if it has been pending too long.
     fn within_time<R>(
         &mut self,
         context: &mut Context<'_>,
@@ -49,14 +50,14 @@ impl<S, F> Writing<S, F> {
     }
 }
 
-/// Returns whether a client has closed its side, whatever it has sent before that is not read.
+/// Returns whether a client has closed its side, even if bytes that it sent before are unread.
 pub(super) fn has_closed(stream: &TcpStream) -> bool {
     let ready = std::pin::pin!(stream.ready(Interest::READABLE));
     let ready = ready.poll(&mut Context::from_waker(Waker::noop()));
     matches!(ready, Poll::Ready(Ok(ready)) if ready.is_read_closed())
 }
 
-/// Returns whether a client has sent so much behind its request that it can only be left.
+/// Returns whether a client has sent so much behind its request that the end of its stream would be missed.
 pub(super) fn has_sent_much(stream: &TcpStream) -> bool {
     let mut bytes = vec![0; MAX_BEHIND];
     let mut buffer = ReadBuf::new(&mut bytes);

@@ -1,4 +1,4 @@
-//! What is answered to good requests.
+//! Answers to good requests.
 
 use std::fs;
 use std::path::Path;
@@ -19,7 +19,7 @@ fn best(logits: &[f32]) -> u32 {
     ids.rev().max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32
 }
 
-/// Returns the likeliest tokens after a prompt, with what is known of each.
+/// Returns the likeliest tokens after a prompt, with their log-probabilities and heads.
 fn likeliest(
     model: &Model<Cpu, f32>,
     prompt: &[u32],
@@ -66,7 +66,7 @@ fn completions_are_the_models() {
     });
     assert_eq!(answer["usage"], usage);
 
-    // The same by ids, and as the second of two prompts.
+    // The same prompt by ids, and as the second of two prompts.
     let with = |key: &str, value: Value| {
         let mut body = body.clone();
         body[key] = value;
@@ -95,7 +95,7 @@ fn offsets_are_those_of_the_text() {
     let dir = tempfile::tempdir().unwrap();
     let server = Server::of(quickstart, dir.path(), &[]);
     for as_ids in [false, true] {
-        // The hidden token at the beginning, bytes that are no text alone, and tokens that are sampled almost evenly.
+        // The hidden token at the beginning, bytes that are not text alone, and tokens that are sampled almost evenly.
         let body = json!({
             "prompt": "one caf\u{e9} \u{1f642} two", "echo": true, "logprobs": 0, "max_tokens": 200, "seed": 1,
             "temperature": 2, "return_tokens_as_token_ids": as_ids, "ignore_eos": true,
@@ -206,7 +206,7 @@ fn generation_ends_at_stop_strings_and_tokens() {
     assert!(whole.starts_with(text) && !text.contains(&format!(" {fifth}")), "{text} of {whole}");
     assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
 
-    // A token counts, but is no text.
+    // The end token counts, but is not text.
     let id: u32 = fifth[1..].parse().unwrap();
     let ended = with("stop_token_ids", json!([id]));
     assert_eq!(
@@ -216,7 +216,7 @@ fn generation_ends_at_stop_strings_and_tokens() {
     assert_eq!(ended["choices"][0]["finish_reason"], "stop");
     assert_eq!(ended["usage"]["completion_tokens"], first + 1);
 
-    // As the model's end; ignore_eos goes on.
+    // The same token as the model's end token, which ignore_eos ignores.
     fs::write(
         dir.path().join("moh/generation_config.json"),
         json!({ "eos_token_id": id }).to_string(),
@@ -288,7 +288,7 @@ fn a_conversation_is_answered_in_the_template() {
     assert_eq!(joined, text);
     assert_eq!(events.last().unwrap()["choices"][0]["finish_reason"], "length");
 
-    // With heads every part is a token, but for the first and the last one.
+    // With heads, every part is a token, except the first and the last.
     body["moh_heads"] = json!(true);
     let with_heads = server.post("/v1/chat/completions", &body).events();
     assert_eq!(with_heads.len(), events.len());
@@ -302,7 +302,7 @@ fn a_conversation_is_answered_in_the_template() {
     assert!(found[..2].concat().is_empty(), "a token's heads come with the next one");
     assert_eq!(found[2..7], expected.collect::<Vec<_>>());
 
-    // Without a limit to the end of the context.
+    // Without a limit, the answer fills the context.
     let open = json!({ "messages": [{ "role": "user", "content": "w7" }], "temperature": 0 });
     let usage = server.post("/v1/chat/completions", &open).json()["usage"].clone();
     assert_eq!(usage["total_tokens"], 64);

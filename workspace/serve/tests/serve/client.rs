@@ -1,4 +1,4 @@
-//! A server as a process, and a client of few lines.
+//! A server as a process, and a short client.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
@@ -11,11 +11,11 @@ use serde_json::{Value, json};
 use moh_testkit::launcher::wait_until;
 use moh_testkit::programs::{edit_config, program, workplace, write_moh, write_tokenizer};
 
-/// Longer than any answer of the tests takes.
+/// Longer than any answer of the tests needs.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Returns a directory with a dense model in `source` and a Mixture-of-Head one in `moh`, whose tokenizer has words
-/// alone.
+/// Returns a directory with a dense model in `source` and a Mixture-of-Head model in `moh`. Their tokenizer has only
+/// words.
 pub fn prepared() -> tempfile::TempDir {
     let dir = workplace();
     edit_config(dir.path(), |config| config["eos_token_id"] = json!(null));
@@ -24,14 +24,14 @@ pub fn prepared() -> tempfile::TempDir {
     dir
 }
 
-/// Such a directory, and a server of `moh` in it.
+/// Returns a directory as `prepared` does, and a server of its model `moh`.
 pub fn served(options: &[&str]) -> (tempfile::TempDir, Server) {
     let dir = prepared();
     let server = Server::start(dir.path(), options);
     (dir, server)
 }
 
-/// A server, which ends when it is dropped.
+/// A server. Dropping it ends the process.
 pub struct Server {
     child: Child,
     pub port: u16,
@@ -76,7 +76,7 @@ impl Server {
         self.raw(&self.request(path, body.to_string().as_bytes()))
     }
 
-    /// Asks for a completion, whose answer is not read yet.
+    /// Asks for a completion, and does not read its answer.
     pub fn begin(&self, body: &Value) -> TcpStream {
         let mut stream = self.connect();
         let request = self.request("/v1/completions", body.to_string().as_bytes());
@@ -93,20 +93,20 @@ impl Server {
         format!("Host: localhost:{}\r\nConnection: close\r\n", self.port)
     }
 
-    /// Returns the answer of `/v1/completions` to a request that is good.
+    /// Returns the answer of `/v1/completions` to a good request.
     pub fn completion(&self, body: &Value) -> Value {
         let answer = self.post("/v1/completions", body);
         assert_eq!(answer.status, 200, "{body}: {}", answer.text());
         answer.json()
     }
 
-    /// Returns the texts of its choices.
+    /// Returns the texts of the answer's choices.
     pub fn texts(&self, body: &Value) -> Vec<String> {
         let choices = self.completion(body)["choices"].as_array().unwrap().clone();
         choices.iter().map(|choice| choice["text"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// Returns a number of `/metrics`.
+    /// Returns the value of a metric in `/metrics`.
     pub fn metric(&self, name: &str) -> f64 {
         let text = self.get("/metrics").text();
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
@@ -117,7 +117,7 @@ impl Server {
         self.wait_until(name, |found| found == value);
     }
 
-    /// Waits until a metric is as `is_reached` says.
+    /// Waits until `is_reached` is true of a metric.
     pub fn wait_until(&self, name: &str, is_reached: impl Fn(f64) -> bool) {
         wait_until(PATIENCE, name, || is_reached(self.metric(name)));
     }
@@ -146,7 +146,7 @@ pub fn moh_serve(dir: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// What a server has answered.
+/// An answer of a server.
 pub struct Answer {
     pub status: u16,
     pub head: String,
@@ -156,7 +156,7 @@ pub struct Answer {
 impl Answer {
     pub fn read(mut stream: TcpStream) -> Self {
         let mut bytes = Vec::new();
-        // Of a connection that the server resets, what it sent before.
+        // If the server resets the connection, reads the bytes before.
         let _ = stream.read_to_end(&mut bytes);
         let end = bytes.windows(4).position(|part| part == b"\r\n\r\n").unwrap_or(bytes.len());
         let head = String::from_utf8_lossy(&bytes[..end]).to_lowercase();
@@ -166,7 +166,7 @@ impl Answer {
         Answer { status, head, body: if is_chunked { whole(&body) } else { body } }
     }
 
-    /// Returns the rest of an answer that was begun, as it is.
+    /// Returns the rest of an answer that was begun, unparsed.
     pub fn read_rest(mut stream: TcpStream) -> String {
         let mut bytes = Vec::new();
         stream.read_to_end(&mut bytes).unwrap();
@@ -185,7 +185,7 @@ impl Answer {
         self.json()["error"]["message"].as_str().unwrap().to_owned()
     }
 
-    /// Returns the events of a stream, which must be whole.
+    /// Returns the events of a stream. The stream must be whole.
     pub fn events(&self) -> Vec<Value> {
         let text = self.text();
         let mut events: Vec<_> = text.split_terminator("\n\n").collect();

@@ -1,4 +1,4 @@
-//! What is answered to bad requests: an error, and the server goes on.
+//! Answers to bad requests: an error, and the server continues.
 
 use std::io::{Read as _, Write as _};
 use std::time::{Duration, Instant};
@@ -123,7 +123,7 @@ fn a_field_that_cannot_be_is_named() {
             server.raw(format!("{method} {path} HTTP/1.1\r\n{}\r\n", server.headers()).as_bytes());
         assert_eq!((answer.status, answer.error().as_str()), (status, expected));
     }
-    // What asks for nothing is no error.
+    // Fields that ask for nothing are accepted.
     let nothing = json!({
         "prompt": "w1", "max_tokens": 1, "skip_special_tokens": true, "min_tokens": 0, "best_of": 1,
         "suffix": null, "user": "someone", "foo": null,
@@ -158,7 +158,7 @@ fn hostile_requests_do_not_harm_the_others() {
     assert_eq!(server.raw(b"GET / HTTP/1.0\r\nHost: example.org\r\n\r\n").status, 421);
     assert_eq!(text(), expected);
 
-    // A stream whose client reads nothing, and one that leaves.
+    // Two clients read nothing of their streams, and then leave.
     let body = json!({ "prompt": "w1 w2", "max_tokens": 60, "stream": true, "temperature": 0 });
     let open = [(); 2].map(|()| server.begin(&body));
     assert_eq!(text(), expected);
@@ -167,14 +167,14 @@ fn hostile_requests_do_not_harm_the_others() {
     assert_eq!(text(), expected);
 }
 
-/// Returns the status of a request whose chunks never end.
+/// Returns the status of a request with endless chunks.
 fn endless_chunks(server: &Server) -> u16 {
     let mut stream = server.connect();
     stream.set_write_timeout(Some(PATIENCE)).unwrap();
     let headers = format!("{}Transfer-Encoding: chunked\r\n\r\n", server.headers());
     stream.write_all(format!("POST /v1/completions HTTP/1.1\r\n{headers}").as_bytes()).unwrap();
     let chunk = format!("100000\r\n{}\r\n", " ".repeat(1 << 20));
-    // Until the server has had enough and closes.
+    // Sends until the server closes the connection.
     for _ in 0..1000 {
         if stream.write_all(chunk.as_bytes()).is_err() {
             break;
@@ -203,7 +203,7 @@ fn what_does_not_arrive_or_end_keeps_nobody_waiting() {
         stream.write_all(format!("{post}{}", rest[number % 3]).as_bytes()).unwrap();
         open.push(stream);
     }
-    // The second time there are more connections than places.
+    // The second time, there are more connections than places.
     for _ in 0..2 {
         let start = Instant::now();
         server.completion(&json!({ "prompt": "w1 w2", "max_tokens": 5 }));
@@ -251,7 +251,7 @@ fn a_full_queue_asks_to_come_again() {
     let answer = server.post("/v1/completions", &json!({ "prompt": "w1", "n": 5 }));
     assert_eq!(answer.status, 400, "no time helps");
     assert!(answer.error().contains("more than the 4 choices that may wait"), "{}", answer.error());
-    // One of these is computed, and three wait.
+    // One of these choices is computed, and three wait.
     let four = |stream: bool| json!({ "prompt": "w1", "n": 4, "max_tokens": 60, "stream": stream, "ignore_eos": true });
     let mut stream = server.begin(&four(true));
     stream.read_exact(&mut [0; 1]).unwrap();
@@ -260,7 +260,7 @@ fn a_full_queue_asks_to_come_again() {
     assert!(answer.error().contains("at most 4 may"), "{}", answer.error());
     assert_eq!(server.metric("moh_requests_refused_total"), 1.0);
     drop(stream);
-    // The places of a client that left are free as soon as the engine has seen it.
+    // The places of a client that left become free once the engine notices.
     let is_answered = || server.post("/v1/completions", &four(false)).status == 200;
     wait_until(PATIENCE, "an answer", is_answered);
 }

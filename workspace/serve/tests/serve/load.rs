@@ -1,4 +1,4 @@
-//! Many clients at once, some of which leave, and few blocks.
+//! Many clients at once, some leaving early, and few blocks.
 
 use std::io::{Read as _, Write as _};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,12 +15,12 @@ fn body(number: usize) -> Value {
     })
 }
 
-/// Returns the answers to bodies, each asked alone.
+/// Returns the answers to requests that are sent one after another.
 fn alone(server: &Server, count: usize) -> Vec<Value> {
     (0..count).map(|number| server.completion(&body(number))["choices"].clone()).collect()
 }
 
-/// Asks for all of them from many clients at once; a third of them leave.
+/// Sends the same requests from many clients at once; a third of the clients leave.
 fn together(server: &Server, expected: &[Value]) {
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
@@ -85,7 +85,7 @@ fn prompts_that_begin_alike_are_computed_once() {
     let second = ask(3);
     assert_eq!(second["usage"]["prompt_tokens_details"]["cached_tokens"], 20);
     assert_eq!(second["choices"][0]["text"], first["choices"][0]["text"]);
-    // Three choices share what the first one finds or computes.
+    // Three choices share the tokens that the first choice finds or computes.
     assert_eq!(server.metric("moh_prompt_tokens_cached_total"), 60.0);
 }
 
@@ -98,7 +98,7 @@ fn a_client_that_leaves_frees_its_place() {
     for (stream, rest) in cases {
         let before = server.metric("moh_requests_cancelled_total");
         let mut clients = Vec::new();
-        // One of them is computed, and the others wait; all leave, whatever bytes they have sent.
+        // One sequence is computed, and the others wait. All clients leave, whatever bytes they have sent.
         for _ in 0..300 {
             let body = json!({
                 "prompt": "w1", "n": 3, "max_tokens": 63, "stream": stream, "ignore_eos": true,
@@ -107,7 +107,7 @@ fn a_client_that_leaves_frees_its_place() {
             client.write_all(rest).unwrap();
             clients.push(client);
         }
-        // A client that leaves before its request is read has none that could be cancelled.
+        // If a client leaves before its request is read, no sequence can be cancelled.
         server.wait_until("moh_requests_waiting", |waiting| waiting > 0.0);
         drop(clients);
         server.wait_for("moh_requests_waiting", 0.0);
@@ -131,7 +131,7 @@ fn a_signal_lets_answers_finish() {
         stream.read_exact(&mut [0; 1]).unwrap();
         streams.push(stream);
     }
-    // As `timeout` sends one to the process and to its group.
+    // `timeout` also sends signals to the process and to its group.
     server.signal("-TERM");
     server.signal("-INT");
     for stream in streams {

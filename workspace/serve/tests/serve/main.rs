@@ -1,4 +1,4 @@
-//! `moh-serve` as a process: its answers are those of the model alone, whatever other clients do.
+//! `moh-serve` as a process: it answers as the model alone would, whatever other clients do.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 

@@ -1,4 +1,4 @@
-//! Which sequences the passes of the engine compute.
+//! The sequences that the passes of the engine compute.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use moh_testkit::programs::WORDS;
 
 use crate::client::prepared;
 
-/// Returns a greedy request for a token after `length` tokens.
+/// Returns a greedy request for `max_tokens` tokens after a prompt of `length` tokens.
 fn request(length: u32, max_tokens: usize) -> Request {
     Request {
         prompt: (0..length).map(|n| (n * n + length) % 30).collect(),
@@ -33,7 +33,7 @@ fn submit(handle: &Handle, requests: Vec<Request>) -> Vec<Events> {
     handle.submit(vec![requests]).unwrap().remove(0)
 }
 
-/// What a sequence has computed so far.
+/// Returns the events of a sequence so far.
 fn events(events: &mut Events) -> Vec<Event> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
     let mut found = Vec::new();
@@ -45,7 +45,7 @@ fn events(events: &mut Events) -> Vec<Event> {
     found
 }
 
-/// Computes a sequence to its end; its events, and the number of passes.
+/// Computes a sequence to its end; returns its events and the number of passes.
 fn finish(
     scheduler: &mut Scheduler<'_, Cpu, f32>,
     inbox: &Inbox,
@@ -96,7 +96,7 @@ fn a_short_prompt_is_answered_within_three_passes_whatever_waits() {
                 let answer = if long > 16 { 1 } else { 30 };
                 others.extend(submit(&handle, vec![request(long - number % 2, answer); choices]));
             }
-            // They have the places and the blocks that they can get.
+            // The others occupy all places and blocks that they can get.
             for _ in 0..5 {
                 scheduler.take(&inbox, Duration::ZERO);
                 scheduler.step(Admission::Open);
@@ -108,7 +108,7 @@ fn a_short_prompt_is_answered_within_three_passes_whatever_waits() {
                 assert!(passes <= 3, "{case}: {passes} passes");
                 assert_eq!(found, expected, "{case}");
             }
-            // Nobody waits for ever.
+            // No sequence waits for ever.
             for other in &mut others {
                 finish(&mut scheduler, &inbox, other);
             }

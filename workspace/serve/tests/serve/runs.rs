@@ -1,4 +1,4 @@
-//! Checkpoints of a run as they stand.
+//! Checkpoints of a run.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -41,7 +41,7 @@ fn a_checkpoint_is_served_as_its_export_is() {
     assert_eq!(newest.metric("moh_heads_computed_ratio{layer=\"0\"}"), 0.75);
 }
 
-/// Returns an answer of several choices, some of which wait for others and for blocks.
+/// Returns an answer of several choices. Some choices wait for others and for blocks.
 fn choices(server: &Server) -> Value {
     let body = json!({
         "prompt": ["w1 w2 w5 w6 w7", "w8"], "max_tokens": 40, "temperature": 0.5, "seed": 1, "n": 4,
@@ -56,7 +56,7 @@ fn a_run_is_followed_to_its_next_checkpoint() {
     let place = dir.path();
     train(place, 1, |_| {});
     let expected = choices(&Server::of("run", place, &[]));
-    // As if the last checkpoint were not written yet.
+    // Moves the last checkpoint away, as if it were not written yet.
     let last = place.join("run/checkpoints/step-4");
     fs::rename(&last, place.join("later")).unwrap();
     let few = ["--watch-run", "--kv-cache-tokens", "64", "--block-size", "4"];
@@ -69,7 +69,7 @@ fn a_run_is_followed_to_its_next_checkpoint() {
                 let start = Instant::now();
                 while step(&server) != 4 {
                     assert!(start.elapsed() < PATIENCE, "step {}", step(&server));
-                    // An answer is of one checkpoint.
+                    // Each answer is of a single checkpoint.
                     let now = choices(&server);
                     assert!(now == before || now == expected, "{now}");
                 }
@@ -93,7 +93,7 @@ fn heads_are_those_of_the_checkpoint_that_is_served() {
     wait_for_step(&server, 6);
     assert_eq!(active(), 6);
     assert_eq!(server.metric("moh_heads_computed_ratio{layer=\"0\"}"), 0.75);
-    // Without the newest checkpoint, as where the run resumes from an earlier one, the one before is served again.
+    // Without the newest checkpoints, as after the run resumes from an earlier step, the step before is served again.
     for last in ["step-5", "step-6"] {
         fs::rename(place.join("run/checkpoints").join(last), place.join(last)).unwrap();
     }

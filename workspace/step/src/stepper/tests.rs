@@ -1,4 +1,4 @@
-//! A step that is not applied leaves nothing behind, on every layout of ranks.
+//! A step that is not applied changes nothing, on every layout of ranks.
 
 use std::sync::Mutex;
 
@@ -13,7 +13,7 @@ use moh_testkit::tiny_model;
 mod groups;
 mod masks;
 
-/// Sequences of a step, each a micro-batch.
+/// Sequences of a step; each is a micro-batch.
 const SEQUENCES: u64 = 4;
 const LENGTH: usize = 8;
 
@@ -89,8 +89,8 @@ impl<T: Element> Rank<T> {
         Rank { model, optimizer, stepper }
     }
 
-    /// Takes the step from sample `first` on with a weight of the balance loss in one of its micro-batches that is not
-    /// finite: in the gradients of the ranks that have it, but not in the loss.
+    /// Takes the step from sample `first` on. In one micro-batch the balance loss has a weight that is not finite,
+    /// which reaches the gradients of that micro-batch's ranks, but not the loss.
     fn faulty_step(&mut self, first: u64, micro_batch: usize, weight: f64) -> StepResult {
         let weights = self.stepper.config.auxiliary_weights;
         if self.stepper.own.contains(&micro_batch) {
@@ -129,7 +129,7 @@ impl<T: Element> Rank<T> {
     }
 }
 
-/// Compares a run with steps that are not applied with one that never had them.
+/// Compares a run with steps that are not applied with a run without these steps.
 fn leaves_nothing_behind<T: Element>(world: &World, ranks: Ranks) {
     let (mut guarded, mut control) = (Rank::<T>::new(world, ranks), Rank::<T>::new(world, ranks));
     let free = Limits::FINITE;
@@ -173,7 +173,7 @@ fn a_step_that_is_not_applied_leaves_nothing_behind() {
     }
 }
 
-/// Records what is read ahead and what is read.
+/// Records the samples that are read ahead, and the samples that are read.
 #[derive(Default)]
 struct Recording {
     ahead: Mutex<Vec<Range<u64>>>,
@@ -199,7 +199,7 @@ fn each_rank_reads_its_samples_of_the_next_step_ahead() {
         let Rank { mut model, mut optimizer, mut stepper } = Rank::<f32>::new(world, ranks);
         let recording = Recording::default();
         let own = 2 * world.rank() as u64;
-        // The third step follows a return that passes over samples.
+        // The third step follows a return that skips samples.
         for (number, first) in (1..).zip([0, 4, 20]) {
             let update = Update { number, learning_rate: 1e-2, limits: Limits::FINITE };
             stepper.step(&mut model, &mut optimizer, &recording, first, update).unwrap();

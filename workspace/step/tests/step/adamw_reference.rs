@@ -92,8 +92,8 @@ fn ten_steps(vectors: &Path, entry: &Value) {
             grad_norm: norm,
             step: step as u64,
         };
-        // The reference decays every parameter, where the trainer spares norms: hence the operator
-        // on whole buffers.
+        // The reference decays every parameter, but the trainer does not decay norms. So the test calls the operator on
+        // whole buffers.
         for flat in 0..model.layout().flats.len() {
             let range = 0..model.layout().flats[flat].len;
             Cpu.adamw(AdamWUpdate {
@@ -110,8 +110,8 @@ fn ten_steps(vectors: &Path, entry: &Value) {
     check_final(vectors, reference, &model);
 }
 
-/// f32 against f64 after ten steps: the reference's own f32 run differs from its f64 run by up to
-/// 2e-4 in single weights, because Adam divides small gradients by their own size.
+/// Compares f32 with f64 after ten steps. The reference's own f32 run differs from its f64 run by up to 2e-4 in single
+/// weights, because Adam divides small gradients by their own size.
 fn check_final(vectors: &Path, reference: &Value, model: &Model<Cpu, f32>) {
     let file = vectors.join(reference["final_params"].as_str().unwrap());
     let bytes = std::fs::read(file).unwrap();

@@ -1,5 +1,5 @@
-//! The gradient of a whole step whose masks leave targets out, with a teacher and without, against the formulas of
-//! docs/design.md in f64, whose gradients candle's autograd takes.
+//! The gradient of a whole step with masks that leave targets out, with and without a teacher, against the formulas of
+//! docs/design.md in f64. Candle's autograd computes the reference's gradients.
 
 use std::ops::Range;
 
@@ -29,7 +29,8 @@ fn token(sample: u64, at: u64) -> u32 {
     ((number * 37 + number * number) % u64::from(VOCABULARY)) as u32
 }
 
-/// All of a sequence, none, a few and most: the micro-batches, of two sequences each, have other numbers of targets.
+/// Selects all tokens of a sequence, no token, a few and most. The micro-batches, of two sequences each, have different
+/// numbers of targets.
 fn trains(sample: u64, at: u64) -> bool {
     match sample {
         0 => true,
@@ -55,7 +56,7 @@ impl ReadSample for Masked {
     }
 }
 
-/// For each token of a sequence the one after it, if that is trained on.
+/// Returns for each token of a sequence the next token, if it is trained on.
 fn targets(sample: u64) -> impl Iterator<Item = u32> {
     let after = 1..=SHAPE.length as u64;
     after.map(move |at| if trains(sample, at) { token(sample, at) } else { IGNORED })
@@ -65,12 +66,12 @@ fn is_counted(target: &u32) -> bool {
     *target != IGNORED
 }
 
-/// What the step learns of a teacher, whose vocabulary had fewer rows.
+/// The settings of distillation. The teacher's vocabulary has fewer rows.
 const DISTILLATION: Distillation =
     Distillation { weight: 0.75, cross_entropy: 0.25, temperature: 2.0 };
 const TEACHERS_ROWS: usize = VOCABULARY as usize - 7;
 
-/// T^2 KL(teacher || student) over the teacher's rows, summed over the tokens.
+/// Returns T^2 KL(teacher || student) over the teacher's rows, summed over the tokens.
 fn divergence(students: &Tensor, teachers: &Tensor) -> candle_core::Result<Tensor> {
     let temperature = DISTILLATION.temperature;
     let log_softmax = |logits: &Tensor| {
@@ -119,7 +120,7 @@ fn step_of(reference: &Reference, teacher: Option<&Reference>) -> candle_core::R
     })
 }
 
-/// Returns a dense model of other sizes.
+/// Returns a dense model with other sizes.
 fn teacher() -> Model<Cpu, f32> {
     let sizes = config(12, false, None);
     let config =
@@ -147,7 +148,7 @@ fn is_the_reference(architecture: Architecture, recompute: Recompute, has_teache
         recompute,
         auxiliary_weights: SCALE.auxiliary.map(f64::from),
         distillation,
-        // The first moment becomes the gradient.
+        // Without decay the first moment is the gradient.
         optimizer: Hyperparameters { beta1: 0.0, clip_norm: 1e30, ..Hyperparameters::default() },
         reduce: ElementType::F32,
     };

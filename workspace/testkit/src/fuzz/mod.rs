@@ -1,10 +1,10 @@
-//! Calls a reader with mutated input until the time is over, and fails if it panics or takes more
+//! Calls a reader with mutated input until the time is over, and fails if the reader panics or uses more
 //! memory than its bound.
 //!
-//! An input is one of the corpus with a few mutations. One whose outcome (the reader's error,
-//! without its numbers) is new joins the corpus, so that later inputs go deeper. `MOH_FUZZ_SECONDS`
-//! is the time of each target, default 1. `MOH_FUZZ_SEED`, default 1, chooses the inputs; give
-//! others for long runs.
+//! An input is an input of the corpus with a few mutations. If its outcome (the reader's error
+//! without numbers) is new, it joins the corpus, so that later inputs reach deeper code. `MOH_FUZZ_SECONDS`
+//! is the time of each target, default 1. `MOH_FUZZ_SEED`, default 1, chooses the inputs. Choose
+//! other seeds for long runs.
 
 mod mutation;
 
@@ -18,31 +18,31 @@ pub use peak_alloc::PeakAlloc;
 const MAX_CORPUS_INPUTS: usize = 2000;
 const MAX_INPUT_BYTES: usize = 1 << 20;
 
-/// How often a call that takes too much memory is measured again, and the time before.
+/// How often a call that uses too much memory is measured again, and the pause before each measurement.
 const MEASUREMENTS: usize = 10;
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Held by the target that runs: the memory of one is measured at a time.
+/// Locked by the running target, so that the memory of a single target is measured at a time.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 /// A reader and its input.
 #[derive(Debug, Clone, Copy)]
 pub struct Target<'a> {
-    /// Its name, for messages.
+    /// The name, for messages.
     pub name: &'a str,
-    /// Valid input, which mutations start from.
+    /// Valid input, from which mutations start.
     pub seeds: &'a [Vec<u8>],
-    /// Bytes that a call may allocate at most beside the input.
+    /// Maximum bytes that a call may allocate in addition to the input.
     pub memory: usize,
     /// The program's global allocator.
     pub allocator: &'a PeakAlloc,
 }
 
 impl Target<'_> {
-    /// Calls `read` with mutated input; it returns what the reader said.
+    /// Calls `read` with mutated input. `read` returns the reader's result.
     ///
     /// # Panics
-    /// Panics if `read` does, or if it allocates more than the bound. The message names a file with
+    /// Panics if `read` panics, or if it allocates more than the bound. The message names a file with
     /// the input.
     pub fn run(&self, read: impl Fn(&[u8]) -> Result<(), String>) {
         let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
@@ -68,7 +68,7 @@ impl Target<'_> {
         println!("{}: {calls} inputs, {} outcomes, seed {seed}", self.name, outcomes.len());
     }
 
-    /// Calls `read`; also the most bytes that were allocated meanwhile.
+    /// Calls `read`. Also returns the peak of allocated bytes during the call.
     fn measure(
         &self,
         read: &impl Fn(&[u8]) -> Result<(), String>,
@@ -80,14 +80,14 @@ impl Target<'_> {
         (outcome, self.allocator.peak_usage().saturating_sub(before))
     }
 
-    /// Returns the outcome of one call, without its numbers.
+    /// Returns the outcome of a call, without its numbers.
     fn call(&self, read: &impl Fn(&[u8]) -> Result<(), String>, input: &[u8], seed: u64) -> String {
         let (mut outcome, mut peak) = self.measure(read, input);
         for _ in 0..MEASUREMENTS {
             if peak <= self.memory + input.len() {
                 break;
             }
-            // Other tests may have prepared their inputs meanwhile, which does not repeat.
+            // Other tests may have prepared their inputs at the same time, which does not repeat.
             std::thread::sleep(PAUSE);
             (outcome, peak) = self.measure(read, input);
         }

@@ -1,4 +1,4 @@
-//! Mutations of an input: of its bytes, of the integers in it, and of the words and numbers of
+//! Mutations of an input: of its bytes, of the integers in it, and of words and numbers in its
 //! text.
 
 use fastrand::Rng;
@@ -21,13 +21,13 @@ const INTEGERS: [u64; 14] = [
     1 << 63,
     u64::MAX,
 ];
-/// Text that takes the place of a number or a word.
+/// Text that replaces a number or a word.
 const WORDS: &str = concat!(
     "0 -1 1 4294967295 9223372036854775807 18446744073709551615 18446744073709551616 1e308 1e400 -0.0 1.5 ",
     r#"null true "" [] {} nan inf "../../etc" "\u0000""#
 );
 
-/// One of the corpus with a few mutations, of at most `longest` bytes.
+/// Returns an input of the corpus with a few mutations, of at most `longest` bytes.
 pub(crate) fn mutated(corpus: &[Vec<u8>], longest: usize, random: &mut Rng) -> Vec<u8> {
     let mut input = pick(corpus, random).to_vec();
     for _ in 0..random.usize(1..=MAX_MUTATIONS) {
@@ -88,7 +88,7 @@ fn flip(input: &mut [u8], random: &mut Rng) {
     }
 }
 
-/// Overwrites bytes with an integer, or adds a little to the one that is there.
+/// Overwrites bytes with an integer, or adds a small number to the existing integer.
 fn integer(input: &mut [u8], at: usize, random: &mut Rng) {
     let bytes = [1, 2, 4, 8][random.usize(0..4)].min(input.len() - at);
     let mut old = [0; 8];

@@ -1,5 +1,5 @@
-//! A checkpoint's manifest, the part of a rank, and its files of tensors. The hashes of what is
-//! mutated are made to fit, so that the readers see it.
+//! A checkpoint's manifest, the part of a rank, and its files of tensors. Hashes are updated after a
+//! mutation, so that the readers read the mutated bytes.
 
 use std::fs;
 use std::path::Path;
@@ -50,7 +50,7 @@ learning_rate = {{ max = 1e-2, min = 1e-3, warmup_steps = 1 }}
     dir
 });
 
-/// Returns a copy of the run's checkpoint, in a run directory of its own.
+/// Returns a copy of the run's checkpoint, in its own run directory.
 fn copy() -> (TempDir, RunDirectory) {
     let dir = tempfile::tempdir().unwrap();
     let (from, run) = (RunDirectory::new(RUN.path().join("run")), RunDirectory::new(dir.path()));
@@ -72,7 +72,7 @@ fn read(run: &RunDirectory) -> Result<(), String> {
     outcome(read.and_then(|()| stored.verify()))
 }
 
-/// MiB of what JSON is parsed into, and a tensor of the small model.
+/// MiB of parsed JSON, and of a tensor of the small model.
 const MEMORY: usize = 32;
 
 #[test]

@@ -14,18 +14,18 @@ use parquet::file::properties::{WriterProperties, WriterVersion};
 
 use crate::{ALLOCATOR, outcome, run_on_file};
 
-/// Maximum bytes of a record that the readers hold.
+/// Maximum bytes of a record that the readers keep.
 const RECORD_BYTES: usize = 1 << 16;
-/// Bytes that a reader of text takes: a few records, and a decoder's buffer.
+/// Bytes that a reader of text needs: a few records, and a decoder's buffer.
 const TEXT_MEMORY: usize = 4 << 20;
-/// Bytes that a decoder takes for its window at most.
+/// Maximum bytes of a decoder's window.
 const WINDOW_MEMORY: usize = 160 << 20;
-/// Bytes that a reader of tables takes: twice a page, whose length has 31 bits, is reserved before it is
-/// decompressed, and touched only as far as there is data.
+/// Bytes that a reader of tables needs. Twice the length of a page, which has 31 bits, is reserved before the page is
+/// decompressed. Only memory with data is used.
 const TABLE_MEMORY: usize = 4 << 30;
 
-/// Reads mutated input as each of `fields`; an outcome is an error, or what is wrong with the last record
-/// that is no document.
+/// Reads mutated input with each of `fields`. An outcome is an error, or the problem of the last record
+/// that is not a document.
 fn fuzz(name: &str, seeds: &[Vec<u8>], memory: usize, format: Option<Format>, fields: &[&str]) {
     let read = |path: &Path, field: &str| {
         let mut bad = Ok(());

@@ -39,7 +39,7 @@ fn report() -> Value {
 #[test]
 fn a_mutated_report_has_a_page_or_is_refused() {
     let seeds = [report().to_string().into_bytes()];
-    // A megabyte of numbers, each of which may become a cell of a map.
+    // A megabyte of numbers. Each number may become a cell of a map.
     run_on_file(target("heads", &seeds, 512), "heads.json", |path| {
         let read = HeadDocument::read(path);
         if let Ok(document) = &read {

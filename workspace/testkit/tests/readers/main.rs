@@ -1,6 +1,6 @@
-//! Every reader of files and messages against mutated input: no panic, no memory beyond its bound.
+//! Every reader of files and messages with mutated input: no panic, and no memory beyond its bound.
 
-// A run that is made ready outside of a test function.
+// A run is prepared outside of a test function.
 #![allow(clippy::unwrap_used)]
 
 mod chat;
@@ -21,12 +21,12 @@ use moh_testkit::fuzz::{PeakAlloc, Target};
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
-/// Returns a reader that may take so many MiB beside its input.
+/// Returns a reader that may use `mebibytes` MiB in addition to its input.
 fn target<'a>(name: &'a str, seeds: &'a [Vec<u8>], mebibytes: usize) -> Target<'a> {
     Target { name, seeds, memory: mebibytes << 20, allocator: &ALLOCATOR }
 }
 
-/// Runs a target whose reader reads a file of this name.
+/// Runs a target with a reader of a file of this name.
 fn run_on_file(target: Target<'_>, name: &str, read: impl Fn(&Path) -> Result<(), String>) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join(name);

@@ -26,7 +26,7 @@ fn a_mutated_readme_gives_a_card() {
         let read = || ModelCard::of_source(Path::new("other"), dir.path());
         let found = read();
         if let Ok(card) = &found {
-            // What is read of anyone's file is fit for a card.
+            // Values from an untrusted file are valid in a card.
             std::fs::write(&path, card.text(&config)).unwrap();
             assert_eq!(read().unwrap(), *card);
         }

@@ -1,4 +1,4 @@
-//! What comes over a network: messages between ranks at their rendezvous, and the hub's listing of a
+//! Input from a network: messages between ranks at their rendezvous, and the hub's listing of a
 //! dataset's files.
 
 use crate::target;
@@ -18,7 +18,7 @@ fn a_mutated_listing_has_names_that_stay_in_their_directory() {
                 {\"type\":\"file\",\"oid\":\"b2\",\"size\":7,\"path\":\"data/a.txt\"},\
                 {\"type\":\"file\",\"oid\":\"c3\",\"size\":9,\"path\":\"data/b.txt\",\"lfs\":{\"oid\":\"d4\",\"size\":9}}]";
     let seeds = [page.as_bytes().to_vec(), b"[]".to_vec()];
-    // An entry takes several times the bytes of its text.
+    // An entry needs several times the bytes of its text.
     target("listing", &seeds, 32).run(|input| {
         for name in moh_hf::hub::read_listing(input)?.iter().map(|file| &file.name) {
             let path = std::path::Path::new(name);

@@ -1,5 +1,5 @@
-//! The choice of the token that ends each document of a token file. Without one a model does not learn
-//! where a text ends.
+//! The choice of the token that ends each document of a token file. Without such a token a model does not learn where a
+//! text ends.
 
 use crate::TextTokenizer;
 use moh_data::DocumentEnd;
@@ -15,7 +15,7 @@ pub enum AppendEos<'a> {
     Default,
     /// This token, unless the post-processor already appends it.
     Token(&'a str),
-    /// None.
+    /// No token.
     Never,
 }
 

@@ -1,10 +1,10 @@
-//! Preparation: text in any of its usual files becomes token files.
+//! Preparation: converts text in common file formats to token files.
 //!
-//! [`prepare`] reads files of Parquet, Arrow, JSON and plain text, compressed or not, and writes token files
-//! (Megatron's indexed dataset), which [`moh_data::TokenFile`] reads, of conversations with a mask of the assistant's
-//! tokens. Reading, decoding, encoding and writing overlap on all cores; the result does not depend on their number.
-//! Files of datasets on the hub are downloaded ahead of their use. An interrupted preparation continues
-//! with the same call.
+//! [`prepare`] reads files of Parquet, Arrow, JSON and plain text, compressed or not. It writes token files (Megatron's
+//! indexed dataset), which [`moh_data::TokenFile`] reads. Token files of conversations get a mask of the assistant's
+//! tokens. Reading, decoding, encoding and writing overlap on all cores. The result does not depend on the number of
+//! cores. Files of datasets on the hub are downloaded ahead of their use. The same call resumes an interrupted
+//! preparation.
 
 mod decode;
 mod encode;

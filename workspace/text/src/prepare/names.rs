@@ -1,6 +1,5 @@
-//! The names of inputs: files, globs, directories, `-` for standard input, and addresses of remote files. A glob
-//! and a directory stand for the files in them, sorted by path, so the order of documents is the same on every
-//! machine.
+//! The names of inputs: files, globs, directories, `-` for standard input, and addresses of remote files. A glob or a
+//! directory stands for its files, sorted by path, so the order of documents is the same on every machine.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -17,14 +16,14 @@ const COMPRESSED_ENDINGS: [&str; 4] = ["gz", "zst", "bz2", "xz"];
 /// The file in which `DatasetDict.save_to_disk` lists the directories of its splits.
 const SPLITS: &str = "dataset_dict.json";
 
-/// What is read, by name.
+/// The names of the inputs.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
     /// Files, globs, directories, `-` for standard input, and files of datasets on the hub,
     /// `hf://datasets/OWNER/NAME/GLOB`.
     pub names: &'a [PathBuf],
-    /// Whether files of the hub stay in the cache that its other programs share; if not, they are removed when they
-    /// were used, unless they were there before.
+    /// Whether files of the hub stay in the cache that the hub's other programs share. Otherwise they are removed after
+    /// use, unless they were in the cache before.
     pub keep: bool,
 }
 
@@ -35,7 +34,7 @@ pub(crate) enum Input {
 }
 
 impl Input {
-    /// Its name, for users and for records.
+    /// Returns the input's name, for users and for records.
     pub(crate) fn name(&self) -> &Path {
         match self {
             Input::Local(path) => path,
@@ -51,10 +50,9 @@ impl Input {
     }
 }
 
-/// Returns whether a preparation of these inputs can be continued: not if one of them is standard input or another
-/// pipe.
+/// Returns whether a preparation of these inputs can be resumed: no input is standard input or another pipe.
 pub fn can_continue(names: &[PathBuf]) -> bool {
-    // A name that is not there is a pattern of files.
+    // A name without a file is a pattern of files.
     let is_pipe = |name: &PathBuf| {
         is_standard_input(name)
             || name.metadata().is_ok_and(|kind| !kind.is_file() && !kind.is_dir())
@@ -95,7 +93,7 @@ pub(crate) fn expand(inputs: Inputs<'_>) -> Result<Vec<Input>> {
     Ok(inputs)
 }
 
-/// Returns the bytes of all inputs as they are stored; 0 if that is unknown, as of standard input and other pipes.
+/// Returns the stored bytes of all inputs, or 0 if unknown, as for standard input and other pipes.
 pub(crate) fn total_bytes(inputs: &[Input]) -> Result<u64> {
     let mut total = 0;
     for input in inputs {
@@ -149,7 +147,7 @@ fn files_of_glob(name: &Path) -> Result<Vec<PathBuf>> {
     let mut paths = Vec::new();
     for path in found {
         let path = path.map_err(|error| moh_files::io(error.path())(error.into()))?;
-        // A pattern that names a directory names its files with a further /*.
+        // A pattern that matches a directory needs a further /* for its files.
         if !path.is_dir() {
             paths.push(path);
         }
@@ -161,8 +159,8 @@ fn files_of_glob(name: &Path) -> Result<Vec<PathBuf>> {
     }
 }
 
-/// Returns the data files below a directory. Hidden ones and those whose name starts with `_` are left out, as
-/// programs write such files beside data.
+/// Returns the data files below a directory. Hidden files and names that start with `_` are skipped, as programs write
+/// such files beside data.
 fn files_in(directory: &Path) -> Result<Vec<PathBuf>> {
     let (mut paths, mut directories) = (Vec::new(), vec![directory.to_path_buf()]);
     while let Some(directory) = directories.pop() {
@@ -172,7 +170,7 @@ fn files_in(directory: &Path) -> Result<Vec<PathBuf>> {
         for entry in fs::read_dir(&directory).map_err(moh_files::io(&directory))? {
             let path = entry.map_err(moh_files::io(&directory))?.path();
             let name = path.file_name().unwrap_or_default().as_encoded_bytes();
-            // The hub's dataset repositories have the sizes and fields of their files in that one.
+            // The hub's dataset repositories list the sizes and fields of their other files in this file.
             let is_information = name == b"dataset_infos.json";
             if name.starts_with(b".") || name.starts_with(b"_") || is_information {
                 continue;
@@ -200,7 +198,7 @@ fn files_in(directory: &Path) -> Result<Vec<PathBuf>> {
     }
 }
 
-/// Refuses what `DatasetDict.save_to_disk` writes of several splits: none of them may be meant, such as that of tests.
+/// Rejects the output of `DatasetDict.save_to_disk` with several splits: a split, such as the tests, may not be wanted.
 fn refuse_splits(directory: &Path) -> Result<()> {
     let Ok(bytes) = fs::read(directory.join(SPLITS)) else { return Ok(()) };
     let file: serde_json::Value = serde_json::from_slice(&bytes).unwrap_or_default();
@@ -219,7 +217,7 @@ fn refuse_splits(directory: &Path) -> Result<()> {
     }
 }
 
-/// Returns whether a file of a dataset that `save_to_disk` wrote is not one of its rows.
+/// Returns whether a file of a dataset that `save_to_disk` wrote has no rows.
 fn is_beside_rows(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().as_encoded_bytes();
     name.ends_with(b".json")
@@ -279,7 +277,7 @@ mod tests {
         );
         assert_eq!(expanded(dir.path(), &["d/*.jsonl*"]).unwrap(), ["d/b.jsonl.zst"]);
         assert_eq!(expanded(dir.path(), &["**/*.txt"]).unwrap().len(), 5);
-        // A file of that name wins over the pattern.
+        // A file of this name has precedence over the pattern.
         assert_eq!(expanded(dir.path(), &["e[1].txt"]).unwrap(), ["e[1].txt"]);
     }
 

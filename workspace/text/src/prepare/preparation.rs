@@ -21,11 +21,11 @@ use crate::prepare::reader::{Format, ReadOptions};
 use crate::prepare::remote::{Downloads, scheme};
 use crate::prepare::{AppendEos, ChatNotes, Error, Result, Split};
 
-/// The version of what a preparation writes: one that was interrupted is continued by the same version alone.
+/// The version of a preparation's output. Only the same version resumes an interrupted preparation.
 const VERSION: u64 = 1;
-/// The version of what becomes of conversations.
+/// The version of the conversion of conversations.
 const CHAT_VERSION: u64 = 2;
-/// Time after which the listing of remote inputs notices that it is to stop.
+/// Interval at which the listing of remote inputs checks whether to stop.
 const LISTING_WAIT: Duration = Duration::from_millis(50);
 
 /// Inputs and output of [`prepare`].
@@ -33,22 +33,22 @@ const LISTING_WAIT: Duration = Duration::from_millis(50);
 pub struct Prepare<'a> {
     /// Encodes the text. Its post-processor adds BOS.
     pub tokenizer: &'a TextTokenizer,
-    /// The same tokenizer, which is being loaded for texts.
+    /// Loads the same tokenizer into the faster library, for texts.
     pub ahead: Option<&'a LoadAhead>,
-    /// What is read.
+    /// The inputs.
     pub inputs: Inputs<'a>,
-    /// The format of all inputs; by default that of each input's content and name.
+    /// The format of all inputs; by default found from each input's content and name.
     pub format: Option<Format>,
-    /// What a document's text is: a field, a path of fields such as `a.b`, or a template of fields such as
+    /// The source of a document's text: a field, a path of fields such as `a.b`, or a template of fields such as
     /// `{title} {text}`.
     pub field: &'a str,
     /// Set if the field is a list of messages, which the template renders.
     pub chat: Option<Chat<'a>>,
     /// The end-of-text token of each document.
     pub append_eos: AppendEos<'a>,
-    /// Which documents are written.
+    /// The documents that are written.
     pub selection: Selection,
-    /// What a record that is no document is.
+    /// The treatment of records that are not documents.
     pub bad_records: BadRecords,
     /// Divides the documents between two token files, `PREFIX-train` and `PREFIX-validation`.
     pub split: Option<Split>,
@@ -56,15 +56,15 @@ pub struct Prepare<'a> {
     pub prefix: &'a Path,
     /// Whether an existing token file is replaced.
     pub overwrite: bool,
-    /// Whether what an interrupted preparation has done is thrown away.
+    /// Whether the work of an interrupted preparation is discarded.
     pub begin_anew: bool,
     /// Bytes of memory for texts, ids and hashes.
     pub memory: u64,
-    /// Time after which what is complete is synced, so that an interrupted preparation continues after it.
+    /// Interval at which complete documents are synced, so that an interrupted preparation resumes after them.
     pub sync_every: Duration,
 }
 
-/// How conversations become documents, with a mask of what a model is trained on.
+/// Converts conversations to documents with a mask of the tokens that a model is trained on.
 #[derive(Clone, Copy, Debug)]
 pub struct Chat<'a> {
     /// Writes a conversation as text.
@@ -73,52 +73,52 @@ pub struct Chat<'a> {
     pub turns: TrainedTurns,
 }
 
-/// Which documents are written. Their tokens are counted with those that begin and end a document.
+/// The documents that are written. Numbers of tokens include the tokens that begin and end a document.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Selection {
-    /// The fewest tokens of a document.
+    /// Minimum tokens of a document.
     pub min_tokens: Option<u64>,
-    /// The most tokens of a document.
+    /// Maximum tokens of a document.
     pub max_tokens: Option<u64>,
     /// A share of the documents.
     pub sample: Option<Sample>,
-    /// Whether a document is left out if an earlier one has the same text.
+    /// Whether a document is skipped if an earlier document has the same text.
     pub exact_dedup: bool,
 }
 
-/// A share of the documents, chosen by a hash of their text: wherever a document lies, it is in the sample of
-/// a seed or it is not.
+/// A share of the documents, chosen by a hash of their text. Only the text and the seed decide whether a document is in
+/// the sample.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sample {
     /// From 0 to 1.
     pub share: f64,
-    /// Another seed chooses others.
+    /// Another seed chooses other documents.
     pub seed: u64,
 }
 
-/// What a record that is no document is: an error, or counted and listed in `PREFIX.bad.jsonl`.
+/// The treatment of records that are not documents: an error, or counted and listed in `PREFIX.bad.jsonl`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum BadRecords {
-    /// The first one is an error.
+    /// The first bad record is an error.
     #[default]
     Refuse,
-    /// They are skipped.
+    /// Bad records are skipped.
     Skip {
-        /// The largest share of all records, from 0 to 1; more are an error.
+        /// The maximum share of all records, from 0 to 1. A larger share is an error.
         max_share: f64,
     },
 }
 
-/// How far a preparation is.
+/// The progress of a preparation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// Bytes of the inputs that were read, as they are stored.
+    /// Stored bytes of the inputs that were read.
     pub bytes: u64,
-    /// Bytes of the inputs; 0 if that is unknown.
+    /// Stored bytes of the inputs; 0 if unknown.
     pub total_bytes: u64,
     /// Bytes of remote inputs that are on this machine.
     pub downloaded_bytes: u64,
-    /// Bytes of remote inputs that have to be.
+    /// Bytes of remote inputs that are needed on this machine.
     pub download_bytes: u64,
     /// Documents written.
     pub documents: u64,
@@ -126,14 +126,14 @@ pub struct Progress {
     pub tokens: u64,
 }
 
-/// What [`prepare`] has done.
+/// The result of [`prepare`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prepared {
     /// The token files.
     pub files: Vec<PreparedFile>,
-    /// What became of the records.
+    /// Counts of the records by outcome.
     pub counts: Counts,
-    /// What the chat template did not read of them.
+    /// Parts of the records that the chat template did not read.
     pub notes: ChatNotes,
     /// The list of bad records, if there are any.
     pub bad_list: Option<PathBuf>,
@@ -142,21 +142,21 @@ pub struct Prepared {
 /// A token file that [`prepare`] has written.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PreparedFile {
-    /// Its path without its endings.
+    /// The token file's path without its endings.
     pub prefix: PathBuf,
-    /// Its contents.
+    /// The contents of its `.json`.
     pub info: TokenFileInfo,
 }
 
-/// What [`prepare`] tells its caller while it works.
+/// Receives messages of [`prepare`] while it works.
 pub trait Observer: Send {
-    /// Something that a user should know, as one sentence.
+    /// Receives a remark for the user, one sentence.
     fn note(&mut self, sentence: &str);
-    /// How far it is.
+    /// Receives the progress.
     fn progress(&mut self, progress: Progress);
 }
 
-/// For callers that are told nothing.
+/// Ignores all messages.
 impl Observer for () {
     fn note(&mut self, _: &str) {}
     fn progress(&mut self, _: Progress) {}
@@ -185,7 +185,7 @@ impl<'a> Prepare<'a> {
         }
     }
 
-    /// What identifies the result.
+    /// Returns the values that identify the result.
     fn request(&self, paths: &[PathBuf], ending: &Ending) -> Request {
         let Selection { min_tokens, max_tokens, sample, exact_dedup } = self.selection;
         let text = |path: &PathBuf| Value::from(path.display().to_string());
@@ -211,32 +211,31 @@ impl<'a> Prepare<'a> {
             let turns = if turns == TrainedTurns::Last { "last" } else { "all" };
             ("chat", json!([template.template().blake3(), turns, CHAT_VERSION]))
         });
-        // Without conversations it is the request that earlier versions recorded.
+        // Without conversations the request is as earlier versions recorded it.
         let fields = fields.into_iter().chain(chat);
         fields.map(|(name, value)| (name.to_owned(), value)).collect()
     }
 }
 
 impl Selection {
-    /// Returns whether the sample has a document.
+    /// Returns whether the sample has the document with this hash.
     pub(crate) fn wants(&self, hash: &blake3::Hash) -> bool {
         let Some(Sample { share, seed }) = self.sample else { return true };
         let (words, _) = hash.as_bytes().as_chunks::<8>();
-        // Not those that tell texts apart: these are random also among texts that differ there.
+        // Not the first bytes, which identify texts: the last bytes are independent of them.
         let number = key_of(&[seed, u64::from_le_bytes(words[3])]);
         (number as f64) < share * 2f64.powi(64)
     }
 }
 
-/// Writes the token file of `options`, or with a split those of training and of validation. Documents without
-/// any token are left out. The result does not depend on the number of threads. `None` if `stop` was set
-/// before the end: the same call continues then, and so it does after a failure or a kill, after what was
-/// synced.
+/// Writes the token file of `options`, or with a split the token files of training and of validation. Documents without
+/// tokens are skipped. The result does not depend on the number of threads. Returns `None` if `stop` was set before the
+/// end. The same call then resumes after the synced documents, as it does after a failure or a kill.
 ///
 /// # Errors
-/// Fails if an input is not text, naming file and line, if no end-of-text token is known, if an
-/// output exists, if there is nothing to write, or if a part of a split has no document. A failure
-/// leaves no files behind, unless there is something to continue from.
+/// Fails if an input is not text, naming file and line, or if no end-of-text token is known. Also fails if an output
+/// exists, if there is nothing to write, or if a part of a split has no document. A failure leaves no files, unless the
+/// preparation can be resumed.
 pub fn prepare(
     options: Prepare<'_>,
     stop: &AtomicBool,
@@ -259,7 +258,7 @@ pub fn prepare(
         Some(chat) => Encoding::Conversations(ChatEncoder::new(options.tokenizer, chat)?),
         None => {
             let json = options.tokenizer.json()?;
-            // Recorded at the end, and half of its work is done.
+            // The content is recorded at the end, and half of its work is done here.
             options.tokenizer.content_of(&json);
             Encoding::Texts(Box::new(Encoder::new(options.tokenizer, &json, options.ahead)?))
         }
@@ -313,14 +312,14 @@ pub fn prepare(
     });
     match done.and_then(|()| outputs.check()) {
         Ok(()) => {
-            // What follows the last record, such as the index of a table, is read elsewhere.
+            // Bytes after the last record, such as the index of a table, are read elsewhere.
             let bytes = if total_bytes == 0 { outputs.input_bytes() } else { total_bytes };
             observer.progress(progress(&outputs, bytes));
         }
         Err(Error::Interrupted) if is_stopped => return Ok(None),
         Err(error) => {
             if error.is_passing() && (outputs.written().0 > 0 || outputs.has_downloads()) {
-                // What was downloaded and encoded serves the next call; this error is the one to report.
+                // The next call uses the downloads and the encoded documents. This error is reported.
                 let _ = outputs.checkpoint();
             }
             outputs.abandon();
@@ -330,8 +329,8 @@ pub fn prepare(
     outputs.finish(&ending).map(Some)
 }
 
-/// Returns the files that `inputs` stand for; `None` if `stop` was set before they are known. A hub that does not
-/// answer is left alone then.
+/// Returns the files that `inputs` stand for, or `None` if `stop` was set before they are known. Then does not wait for
+/// the hub's answer.
 fn expand_until(stop: &AtomicBool, inputs: Inputs<'_>) -> Result<Option<Vec<Input>>> {
     if !inputs.names.iter().any(|name| scheme(name).is_some()) {
         return expand(inputs).map(Some);
@@ -353,8 +352,7 @@ fn expand_until(stop: &AtomicBool, inputs: Inputs<'_>) -> Result<Option<Vec<Inpu
     Ok(None)
 }
 
-/// Checks that no output is one of the inputs, which `--force` would replace: the prefix's `.json`
-/// may be one.
+/// Checks that no output is an input, such as the prefix's `.json`: `--force` would replace it.
 fn refuse_inputs_as_outputs(inputs: &[Input], options: &Prepare<'_>) -> Result<()> {
     let prefixes = crate::prepare::output::prefixes(options);
     let outputs = || prefixes.iter().flat_map(|prefix| TokenFileWriter::outputs(prefix));

@@ -1,10 +1,9 @@
 //! Divides documents between training and validation, as a pure function of a document's number:
 //! no document is in both, and the same inputs give the same files.
 //!
-//! With s the smaller of the two shares, the documents are divided into strata of 1 / s documents,
-//! stratum k from ceil(k / s) to ceil((k + 1) / s). One document of each, chosen by a hash of k,
-//! belongs to the smaller part. So the smaller part has less than one document more or less than
-//! its share of any number of documents, and is spread over all of them.
+//! Let s be the smaller share. The documents are divided into strata of 1 / s documents, stratum k from ceil(k / s) to
+//! ceil((k + 1) / s). One document of each stratum, chosen by a hash of k, belongs to the smaller part. So the smaller
+//! part differs by less than one document from its share of any number of documents, and is spread over all of them.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -14,7 +13,7 @@ use moh_data::{key_of, with_ending};
 
 /// Shares are multiples of one billionth.
 const UNITS: u64 = 1_000_000_000;
-/// The seed of the hash; another one would divide the same documents differently.
+/// The seed of the hash. Another seed would divide the same documents differently.
 const SEED: u64 = 0;
 
 /// The shares of training and validation.
@@ -26,12 +25,12 @@ pub struct Split {
 }
 
 impl Split {
-    /// Returns the token files of training and of validation.
+    /// Returns the prefixes of the token files of training and of validation.
     pub(crate) fn prefixes(prefix: &Path) -> [PathBuf; 2] {
         ["-train", "-validation"].map(|ending| with_ending(prefix, ending))
     }
 
-    /// Returns whether document `number`, counted from 0, is one of validation.
+    /// Returns whether document `number`, counted from 0, belongs to validation.
     pub(crate) fn is_validation(&self, number: u64) -> bool {
         let (units, smaller) = (u128::from(UNITS), u128::from(self.smaller));
         let number = u128::from(number);
@@ -46,7 +45,7 @@ impl Split {
 }
 
 impl fmt::Display for Split {
-    /// Returns the shares of training and validation.
+    /// Writes the shares of training and validation.
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let smaller = self.smaller as f64 / UNITS as f64;
         let larger = (UNITS - self.smaller) as f64 / UNITS as f64;
@@ -60,7 +59,7 @@ impl fmt::Display for Split {
 impl FromStr for Split {
     type Err = String;
 
-    /// Two shares that sum to 1, training first: `0.99,0.01`.
+    /// Parses two shares that sum to 1, training first: `0.99,0.01`.
     fn from_str(text: &str) -> Result<Self, String> {
         let expected = || {
             "expected two shares above 0 that sum to 1, training and validation, as in 0.99,0.01"
@@ -152,7 +151,7 @@ mod tests {
             let count = (0..documents).filter(is_smaller).count() as f64;
             let share = smaller as f64 / UNITS as f64;
             prop_assert!((count - documents as f64 * share).abs() < 1.0);
-            // Far away, each stratum is met as well: two of them may be cut.
+            // At large numbers each stratum is met as well; two strata may be cut.
             let count = (start..start + documents).filter(is_smaller).count() as f64;
             prop_assert!((count - documents as f64 * share).abs() < 2.0);
         }

@@ -1,5 +1,5 @@
-//! Conversations: from their messages to a token file with a mask, with faults, and continued. `tools/data/chat.py` compares
-//! them with transformers, in every format.
+//! Conversations: from their messages to a token file with a mask, with faults, and resumed. `tools/data/chat.py`
+//! compares them with transformers, in every format.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -93,7 +93,7 @@ impl<'a> Case<'a> {
     }
 }
 
-/// Each document: its text, and the parts of it that are trained on.
+/// Returns each document: its text, and the parts of the text that are trained on.
 fn read(tokenizer: &TextTokenizer, prefix: &Path) -> Vec<(String, Vec<String>)> {
     let file = TokenFile::open(prefix).unwrap();
     assert!(file.has_mask());
@@ -142,7 +142,7 @@ fn the_mask_is_that_of_the_answers_with_the_tokens_that_end_them() {
         );
         assert_eq!(documents[0].1, ["two<|im_end|>", "three\u{1f6a2} <|im_end|>"]);
         assert_eq!(documents[1], documents[2]);
-        // A token that a message names is one, and is counted.
+        // A special token that a message names is encoded as this token, and counted.
         assert_eq!(documents[1].1, ["<|im_end|><|im_end|>"]);
         assert_eq!(documents[1].0.contains("tools\n[{\"name\": \"f\"}]"), source == CHAT_ML);
         let info = &files[0].info;
@@ -207,7 +207,7 @@ fn a_record_that_is_no_conversation_is_bad_and_says_why() {
     let error =
         Case::new(&tokenizer, rewrites).run(std::slice::from_ref(&input), &prefix).unwrap_err();
     assert!(error.contains("a.jsonl:1: ") && error.contains("--chat-train last"), "{error}");
-    // Skipped ones are listed.
+    // Skipped records are listed.
     let skips = BadRecords::Skip { max_share: 0.5 };
     let skipping = Case { bad_records: skips, ..Case::new(&tokenizer, CHAT_ML) };
     skipping.run(std::slice::from_ref(&input), &prefix).unwrap();

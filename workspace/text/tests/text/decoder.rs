@@ -1,4 +1,4 @@
-//! The decoder without the library gives the library's text, of any ids.
+//! The decoder without the library returns the library's text, for any ids.
 
 use std::fs;
 use std::path::Path;
@@ -36,7 +36,7 @@ fn bpe(tokens: impl IntoIterator<Item = String>) -> Value {
     json!({"type": "BPE", "vocab": ids, "merges": []})
 }
 
-/// All bytes as tokens, and some words.
+/// Returns all bytes as tokens, and some words.
 fn sentencepiece() -> Vec<String> {
     let bytes = (0..=255u8).map(|byte| format!("<0x{byte:02X}>"));
     let words =
@@ -44,7 +44,7 @@ fn sentencepiece() -> Vec<String> {
     words.map(str::to_owned).into_iter().chain(bytes).collect()
 }
 
-/// Llama 2's decoder, and that of its kin.
+/// Returns the decoder of Llama 2 and similar models.
 fn llama(stripped: usize) -> Value {
     json!({"type": "Sequence", "decoders": [
         {"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "},
@@ -58,10 +58,10 @@ fn quickstart() -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-/// Returns a tokenizer for each decoder that Llama, Qwen and their kin have.
+/// Returns a tokenizer for each decoder of Llama, Qwen and similar models.
 fn kinds() -> Vec<(&'static str, Value)> {
     let mut byte_level = quickstart();
-    // Characters that are no bytes, and tokens with others.
+    // Characters that are not bytes, and tokens with such characters.
     let more = ["\u{20ac}", "a\u{20ac}", "\u{120}\u{144}", "caf\u{e9}"];
     for (index, token) in more.iter().enumerate() {
         byte_level["model"]["vocab"][token] = json!(1024 + index);
@@ -77,7 +77,7 @@ fn kinds() -> Vec<(&'static str, Value)> {
         {"type": "Prepend", "prepend": "\u{2581}"},
         {"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"},
     ]});
-    // One of them is special and changed by the normalizer.
+    // One token is special, and the normalizer changes it.
     let tokens = json!([
         added("<unk>", true, false),
         added("<s>", true, true),

@@ -1,5 +1,4 @@
-//! Preparation: from files of text to a token file; which documents are written, and what becomes of records that are
-//! none.
+//! Preparation: from files of text to a token file, the selection of documents, and records that are not documents.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -40,7 +39,7 @@ struct Place {
 }
 
 impl Place {
-    /// With inputs of JSON lines.
+    /// Creates a place with inputs of JSON lines.
     fn new(inputs: &[String]) -> Self {
         let name = |(number, text)| (format!("{number}.jsonl"), text);
         Self::of(inputs.iter().enumerate().map(name))
@@ -66,7 +65,7 @@ impl Place {
         Prepare { overwrite: true, ..Prepare::new(&self.tokenizer, &self.inputs, prefix) }
     }
 
-    /// Prepares with a change of the options, and returns the texts that were written too.
+    /// Prepares with a change of the options. Also returns the texts that were written.
     fn run(&self, change: impl FnOnce(&mut Prepare<'_>)) -> Result<(Prepared, Vec<String>), Error> {
         let prefix = self.prefix();
         let mut options = self.options(&prefix);
@@ -197,7 +196,7 @@ fn ended(
     Ok((documents(&prefix), end))
 }
 
-/// Returns a directory whose tokenizer has this post-processor, and these other files.
+/// Returns a tokenizer with this post-processor, and these other files in its directory.
 fn with_post_processor(
     dir: &Path,
     template: Option<&[&str]>,
@@ -258,7 +257,7 @@ fn each_document_ends_with_one_eos_token() {
         let tokenizer = with_post_processor(dir, Some(template), files);
         assert_eq!(ended(dir, &tokenizer, choice).unwrap(), expected, "{template:?} {choice:?}");
     }
-    // An empty document of no token is left out, with its end.
+    // An empty document without tokens is skipped, with its end.
     let plain = with_post_processor(dir, None, &[NAMES_EOS]);
     let (documents, found) = ended(dir, &plain, AppendEos::Default).unwrap();
     assert_eq!((documents, found), (vec![expected.0[0][1..].to_vec()], end()));
@@ -333,7 +332,7 @@ fn a_split_shares_no_document_and_loses_none() {
     expected.sort();
     assert_eq!(found, expected);
 
-    // The same documents give the same files, and one that exists keeps both.
+    // The same documents give the same files. If one file exists, neither is written.
     let bin = fs::read(dir.path().join("out-validation.bin")).unwrap();
     fs::remove_file(dir.path().join("out-train.bin")).unwrap();
     assert!(matches!(prepare(options), Err(Error::Data(DataError::Exists { .. }))));
@@ -404,7 +403,7 @@ fn an_input_that_is_named_twice_is_refused() {
 #[test]
 fn short_and_long_documents_are_left_out() {
     let place = Place::new(&[lines(["one", "one two", "one two three", "one two three one"])]);
-    // Two tokens begin and end each document, and each word is one.
+    // Two tokens begin and end each document, and each word is one token.
     let selection = Selection { min_tokens: Some(4), max_tokens: Some(5), ..Selection::default() };
     let (prepared, texts) = place.run(|options| options.selection = selection).unwrap();
     assert_eq!(texts, ["one two", "one two three"]);
@@ -443,7 +442,7 @@ fn a_sample_is_a_share_of_the_texts_wherever_they_lie() {
     assert!((430..570).contains(&quarter.len()), "{}", quarter.len());
     assert_eq!(sample(&back, 0.25, 1), quarter);
     assert_ne!(sample(&forth, 0.25, 2), quarter);
-    // A larger share has the smaller one's documents.
+    // A larger share contains the documents of a smaller share.
     let half = sample(&forth, 0.5, 1);
     assert!(quarter.iter().all(|text| half.contains(text)));
     assert_eq!(sample(&forth, 1.0, 1).len(), 2000);
@@ -492,7 +491,7 @@ impl Observer for StopAfter<'_> {
     }
 }
 
-/// Inputs of several batches: long and short documents, some twice, some bad.
+/// Returns inputs of several batches: long and short documents, some twice, some bad.
 fn many() -> Vec<String> {
     let text = |number: usize| format!("one {} ", number % 700).repeat(1 + number * number % 400);
     let file = |file: usize| {
@@ -534,7 +533,7 @@ fn a_stopped_preparation_continues_and_ends_with_the_same_bytes() {
     for name in ["out.bin", "out.idx"] {
         assert!(read(&whole, name) == read(&place, name), "{name} differs");
     }
-    // The paths in the list are those of two directories.
+    // The lists have paths of two directories.
     let list = |place: &Place| {
         let text = String::from_utf8(read(place, "out.bad.jsonl")).unwrap();
         text.replace(&place.dir.path().display().to_string(), "")
@@ -574,7 +573,7 @@ fn a_preparation_that_lacks_only_names_gets_them() {
         overwrite: false,
         ..place.options(&prefix)
     };
-    // The name of the index is taken when the others have theirs.
+    // The name of the index is taken after the other files got their names.
     struct Take(PathBuf);
     impl Observer for Take {
         fn note(&mut self, _: &str) {}

@@ -1,5 +1,5 @@
-//! Renderings, each a line of `templates.json`: a template, messages (a text is their JSON as Python reads it), and the
-//! text, the parts of it that are trained on, or the error that come of it. `tools/data/chat.py` checks the texts with
+//! Renderings. Each line of `templates.json` is a case: a template, messages (a text is their JSON as Python reads it),
+//! and the result: the text, its parts that are trained on, or the error. `tools/data/chat.py` checks the texts with
 //! transformers.
 
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ fn template(source: &str) -> ChatTemplate {
     ChatTemplate::new(Path::new("t.jinja").to_owned(), source, BTreeMap::from(tokens))
 }
 
-/// What comes of a case, by the names that the cases have for it.
+/// Returns the result of a case, under the names that the cases use.
 fn found(case: &Value) -> Result<Value> {
     let mut conversation = match &case["messages"] {
         Value::Null => Conversation::parse(&case["record"].to_string())?,

@@ -39,8 +39,7 @@ fn texts_begin_with_bos_and_stay_open() {
 fn a_missing_or_broken_tokenizer_names_its_file() {
     let dir = tempfile::tempdir().unwrap();
     assert_refused(TextTokenizer::load(dir.path()), "contains no tokenizer.json");
-    // The library panics in all but the first: the decoder is not JSON, and a normalizer lacks its
-    // table.
+    // The library panics for all texts except the first: the decoder is not JSON, and a normalizer lacks its table.
     let texts: [&[u8]; 5] = [
         b"{}",
         br#"{"decoder": {"type": "Fuse", 1: 2}}"#,

@@ -1,8 +1,9 @@
-//! The layers that a calibration has found, in a file: an interrupted one goes on behind them, to the same bits.
+//! The layers that a calibration has found, in a file. An interrupted calibration continues after them, with the same
+//! bits.
 //!
-//! After 8 bytes that tell the kind of file it has a record for each layer in order: the length of the JSON of a
-//! [`Header`], the JSON, the values that it counts in f32, and BLAKE3 of all of this. A record that is not whole, as a kill
-//! leaves it, or of another identity ends the file: it and what follows are written anew.
+//! The file starts with 8 bytes that name its kind. A record for each layer follows, in order. It has the length of the
+//! JSON of a [`Header`], the JSON, the values that the header counts in f32, and BLAKE3 of these. A record that is
+//! incomplete, as a kill leaves it, or of another identity ends the file: it and later records are written anew.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufReader, Read, Seek as _, SeekFrom, Write as _};
@@ -22,12 +23,12 @@ use crate::Result;
 
 const MAGIC: &[u8; 8] = b"MOHCALIB";
 const MAX_HEADER_BYTES: u64 = 1 << 20;
-/// The most elements of a matrix: those of a projection of 2^16 rows and columns.
+/// The most elements of a matrix: a projection of 2^16 rows and columns.
 const MAX_ELEMENTS: usize = 1 << 32;
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Header {
-    /// What was measured, and how.
+    /// A hash of the measured model, the options and the tokens.
     identity: String,
     layer: CalibratedLayer,
     /// Elements of the output projection and of the router's matrix; 0 without them.
@@ -35,23 +36,23 @@ struct Header {
     router: usize,
 }
 
-/// The file of a calibration, which no other process has open in this way.
+/// The file of a calibration, locked while it is open for writing.
 #[derive(Debug)]
 pub struct LayerLog {
     path: PathBuf,
     identity: String,
-    /// `None` before the first layer is kept.
+    /// `None` while the file does not exist.
     file: Option<File>,
-    /// Where the values of each layer begin.
+    /// The header of each layer, and the byte at which its values start.
     layers: Vec<(Header, u64)>,
     end: u64,
 }
 
 impl LayerLog {
-    /// Opens the file `path`, which need not be there, of the calibration with this identity.
+    /// Opens the file `path`, which may be missing, for the calibration with this identity.
     ///
     /// # Errors
-    /// Fails if it is another kind of file, if another process has it, and if it cannot be read.
+    /// Fails if the file is of another kind, is locked by another process, or cannot be read.
     pub fn open(path: &Path, identity: String) -> Result<Self> {
         let log = LayerLog::new(path, identity);
         match log.path.exists() {
@@ -63,10 +64,10 @@ impl LayerLog {
         }
     }
 
-    /// Reads the file `path` of the calibration with this identity, which others may read too.
+    /// Reads the file `path` of the calibration with this identity, without locking it.
     ///
     /// # Errors
-    /// Fails if it is missing or another kind of file.
+    /// Fails if the file is missing or of another kind.
     pub fn read(path: &Path, identity: String) -> Result<Self> {
         let file = File::open(path).map_err(moh_files::io(path))?;
         LayerLog::new(path, identity).with_records_of(file)
@@ -77,7 +78,7 @@ impl LayerLog {
         LayerLog { path, identity, file: None, layers, end: MAGIC.len() as u64 }
     }
 
-    /// Returns the log with the whole records of its file.
+    /// Returns the log with the complete records of its file.
     fn with_records_of(mut self, file: File) -> Result<Self> {
         let log = &mut self;
         let mut file = BufReader::new(file);
@@ -95,22 +96,22 @@ impl LayerLog {
         Ok(self)
     }
 
-    /// Returns the number of layers that are kept.
+    /// Returns the number of stored layers.
     pub fn len(&self) -> usize {
         self.layers.len()
     }
 
-    /// Returns whether none is.
+    /// Returns whether no layer is stored.
     pub fn is_empty(&self) -> bool {
         self.layers.is_empty()
     }
 
-    /// Returns the file.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Returns a layer that is kept; `None` of a later one.
+    /// Returns a layer, or `None` if it is not stored.
     pub fn layer(&self, number: usize) -> Result<Option<FoundLayer>> {
         let Some((Header { layer, .. }, _)) = self.layers.get(number) else { return Ok(None) };
         let (projection, rows) = (self.projection(number)?, self.router(number)?);
@@ -129,21 +130,21 @@ impl LayerLog {
         }))
     }
 
-    /// Returns the output projection of a layer that is kept; `None` if it was not refitted.
+    /// Returns the output projection of a layer, or `None` if it is not stored or was not refitted.
     pub fn projection(&self, number: usize) -> Result<Option<Vec<f32>>> {
         let Some((header, start)) = self.layers.get(number) else { return Ok(None) };
         self.values(*start, header.projection)
     }
 
-    /// Returns the matrix of the router of a layer that is kept; `None` if it has none.
+    /// Returns the matrix of a layer's router, or `None` if the layer is not stored or has no such matrix.
     fn router(&self, number: usize) -> Result<Option<Vec<f32>>> {
         let Some((header, start)) = self.layers.get(number) else { return Ok(None) };
         let projection = (header.projection * DType::F32.bytes()) as u64;
         self.values(start + projection, header.router)
     }
 
-    /// Returns the matrix that is the tensor of this name with so many elements: a refitted output projection, or the
-    /// matrix of a router, zeros in a layer without routed heads; `None` of other tensors.
+    /// Returns the tensor of this name with `elements` elements: a refitted output projection, or the matrix of a
+    /// router. The matrix is zeros in a layer without routed heads. Returns `None` for other tensors.
     pub(super) fn matrix(&self, tensor: &str, elements: usize) -> Result<Option<Vec<f32>>> {
         let Some((number, name)) = layer_and_name(tensor) else { return Ok(None) };
         let values = match name {
@@ -162,7 +163,7 @@ impl LayerLog {
         Ok(values)
     }
 
-    /// So many values from this byte on; `None` if there are none.
+    /// Returns `elements` values from byte `start` on, or `None` if `elements` is 0 or nothing is stored.
     fn values(&self, start: u64, elements: usize) -> Result<Option<Vec<f32>>> {
         let Some(file) = self.file.as_ref().filter(|_| elements > 0) else { return Ok(None) };
         let mut bytes = vec![0; elements * DType::F32.bytes()];
@@ -172,7 +173,7 @@ impl LayerLog {
         Ok(Some(values))
     }
 
-    /// Keeps the next layer.
+    /// Stores the next layer.
     pub fn keep(&mut self, found: &FoundLayer) -> Result<()> {
         let empty = Vec::new();
         let projection = found.projection.as_ref().unwrap_or(&empty);
@@ -211,12 +212,12 @@ impl LayerLog {
         Ok(())
     }
 
-    /// Opens the file, which is created if it is missing, and locks it.
+    /// Opens and locks the file; creates it if it is missing.
     fn create(&self) -> Result<File> {
         let open = || {
             if !self.path.exists() {
                 moh_files::create_parents(&self.path)?;
-                // Whole from the beginning: a kill leaves no file of another kind.
+                // Published complete, so that a kill does not leave a file of another kind.
                 let mut file = PendingFile::create(&self.path)?;
                 file.write_all(MAGIC)?;
                 file.publish()?;
@@ -224,7 +225,7 @@ impl LayerLog {
             OpenOptions::new().read(true).write(true).open(&self.path)
         };
         let file = open().map_err(moh_files::io(&self.path))?;
-        // A process that this one is about to start has a copy of each open file, and of its lock, for a moment.
+        // A child process that is being started shares each open file, and its lock, for a moment.
         let mut tries = 0..100;
         while file.try_lock().is_err() {
             if tries.next().is_none() {
@@ -236,7 +237,7 @@ impl LayerLog {
         Ok(file)
     }
 
-    /// Removes the file, when its layers are elsewhere.
+    /// Removes the file, once its layers are stored elsewhere.
     pub fn remove(&self) -> Result<()> {
         match std::fs::remove_file(&self.path) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -247,7 +248,7 @@ impl LayerLog {
     }
 }
 
-/// Reads a record, and its bytes; `None` where it is not whole, or of another identity.
+/// Reads a record. Returns its header and its length in bytes, or `None` if it is incomplete or of another identity.
 fn read_record(file: &mut impl Read, identity: &str) -> Option<(Header, u64)> {
     let mut hasher = blake3::Hasher::new();
     let mut part = |len: u64| {
@@ -327,7 +328,7 @@ mod tests {
                 assert_eq!(fs::read(&path).unwrap(), whole);
             }
         }
-        // Each byte is of a hash.
+        // A hash covers each byte.
         for at in MAGIC.len()..whole.len() {
             let mut damaged = whole.clone();
             damaged[at] ^= 1;

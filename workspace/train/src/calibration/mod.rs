@@ -1,11 +1,12 @@
-//! The calibration of a stage that converts a dense model: its shared heads are chosen, its output projections refitted
-//! and the matrices of a learned router fitted by measurement (crate `moh-calibrate`), on sequences
-//! that the stage does not train on, before its first step.
+//! The calibration of a stage that converts a dense model. Before the stage's first step, crate `moh-calibrate` chooses
+//! the shared heads, refits the output projections, and fits the matrices of a learned router. It measures sequences
+//! that the stage does not train on.
 //!
-//! The first rank alone measures. It reads the weights by their names: of the initial model, or of the checkpoint with
-//! which the stage before ends. Its result is two files of the run directory: the layers (`layer_log.rs`),
-//! of which each rank takes its part, and what was chosen (`record.rs`). A run that is interrupted before the latter is there
-//! goes on behind the layers that it has measured; from the stage's first checkpoint on it needs the files no more.
+//! The first rank alone measures. It reads the weights by their names, from the initial model or from the last
+//! checkpoint of the stage before. Its result is two files of the run directory: the layers (`layer_log.rs`), from
+//! which each rank reads its part, and the choices (`record.rs`). A run that is interrupted before the second file is
+//! written resumes after the layers that it has measured. After the stage's first checkpoint the run does not need the
+//! files.
 
 mod layer_log;
 mod record;
@@ -32,13 +33,13 @@ use crate::{Error, Event, ModelSource, Result};
 /// The time between two exchanges of the ranks that wait for a calibration: far below the time limit of an operation.
 const EXCHANGE_EVERY: Duration = Duration::from_secs(1);
 
-/// The calibration of a stage, before it begins.
+/// The calibration of a stage, before the stage starts.
 pub(crate) struct StageMeasurement<'a> {
     recipe: &'a Recipe,
     run: &'a RunDirectory,
     source: &'a ModelSource,
     stage: &'a str,
-    /// Steps before it, over all stages.
+    /// Steps before the stage, over all stages.
     step: u64,
     /// The model before the conversion.
     dense: ModelConfig,
@@ -46,7 +47,7 @@ pub(crate) struct StageMeasurement<'a> {
     tokens: CalibrationTokens,
 }
 
-/// Where the weights are read that are measured.
+/// The source of the measured weights.
 enum Weights<'a> {
     /// The initial model, and its tensors.
     Initial(&'a ModelSource, HashMap<String, Segment>),
@@ -54,7 +55,8 @@ enum Weights<'a> {
 }
 
 impl<'a> StageMeasurement<'a> {
-    /// Returns the calibration of the stage that `state` is at the beginning of, if it has one; `data` is the stage's.
+    /// Returns the calibration of the stage that `state` starts, or `None` if the stage has no calibration; `data` is
+    /// the stage's.
     ///
     /// # Errors
     /// Fails if the tokens cannot be read, or are too few.
@@ -69,22 +71,22 @@ impl<'a> StageMeasurement<'a> {
         let Some(calibration) = stage.calibration() else { return Ok(None) };
         let Some(moh) = stage.moh_config(source.original_config())? else { return Ok(None) };
         let dense = ModelConfig { moh: None, ..source.config.clone() };
-        // Those after the stage's own: on what a fit has read, a loss of training says little.
+        // Samples after the stage's own: a training loss on fitted samples says little.
         let own = stage.num_steps().saturating_mul(recipe.batch_sequences(stage));
         let ids = first_tokens(data, state.sample.saturating_add(own), &calibration)?;
         let tokens =
             CalibrationTokens::new(ids, data.sequence_length(), calibration.search_tokens, &dense)
                 .map_err(|source| error(recipe, &stage.name, source))?;
         let CalibrationOptions { shared, refit, .. } = calibration;
-        // Training goes on with the values in f32.
+        // Training continues with f32 values.
         let options = moh_calibrate::CalibrationOptions { moh, shared, refit, stored: None };
         let (stage, step) = (stage.name.as_str(), state.step);
         Ok(Some(StageMeasurement { recipe, run, source, stage, step, dense, options, tokens }))
     }
 
-    /// Returns the result: that of before, if it is of the same weights, tokens and options, or else a new one, which
-    /// the first rank writes into the run directory. `None` if `is_asked`, which tells whether this rank is asked to
-    /// stop, is true on a rank meanwhile.
+    /// Returns the result. An earlier result is used if it is for the same weights, tokens and options. Otherwise the
+    /// first rank measures, and writes a new result into the run directory. Returns `None` if `is_asked`, whether this
+    /// rank is asked to stop, becomes true on any rank.
     pub fn result<B: Backend + Clone>(
         &self,
         backend: &B,
@@ -111,7 +113,7 @@ impl<'a> StageMeasurement<'a> {
         Ok(record.moh(self.options.moh.router, &self.dense)?)
     }
 
-    /// Returns the result in the run directory, if it is complete and of the same weights, tokens and options.
+    /// Returns the result in the run directory, if it is complete and for the same weights, tokens and options.
     fn known(&self, weights: &Weights<'_>) -> Result<Option<CalibrationRecord>> {
         let identity = self.identity(weights);
         let record = CalibrationRecord::read(self.run, self.step)?;
@@ -129,7 +131,7 @@ impl<'a> StageMeasurement<'a> {
         Ok(Weights::Initial(self.source, segments.collect()))
     }
 
-    /// What tells the calibration from others.
+    /// Returns the identity of the calibration.
     fn identity(&self, weights: &Weights<'_>) -> String {
         let weights = match weights {
             Weights::Checkpoint(stored) => parts_identity(stored),
@@ -141,8 +143,8 @@ impl<'a> StageMeasurement<'a> {
         calibration_identity(&weights, &self.dense, &self.options, &self.tokens)
     }
 
-    /// Measures on the first rank, in a thread, while the ranks exchange whether one of them was asked to stop;
-    /// `None` on the others.
+    /// Measures on the first rank, in a thread. Meanwhile the ranks exchange whether any rank was asked to stop.
+    /// Returns `None` on the other ranks.
     fn on_first_rank<B: Backend + Clone>(
         &self,
         backend: &B,
@@ -160,7 +162,7 @@ impl<'a> StageMeasurement<'a> {
             let (backend, stops) = (backend.clone(), &stops);
             let work = scope.spawn(move || {
                 let mut progress = |done: usize, total: usize| {
-                    // Whoever hears it may have failed.
+                    // The receiver may have failed.
                     let _ = sender.send((done as u64, total as u64));
                 };
                 let is_stopped = || stops.load(Ordering::Relaxed);
@@ -186,7 +188,7 @@ impl<'a> StageMeasurement<'a> {
         })
     }
 
-    /// Measures, and writes the result.
+    /// Measures the layers, and writes the result.
     fn measure<B: Backend + Clone>(
         &self,
         backend: &B,
@@ -216,7 +218,7 @@ impl<'a> StageMeasurement<'a> {
         Ok(Some(record))
     }
 
-    /// Reads a tensor that is measured.
+    /// Reads a tensor of the measured model.
     fn read(&self, weights: &Weights<'_>, name: &str, values: &mut [f32]) -> Result<()> {
         match weights {
             Weights::Checkpoint(stored) => Ok(stored.read_f32(TensorKind::Weight, name, values)?),
@@ -241,8 +243,8 @@ impl<E: From<Error>> LayerStore<E> for LayerLog {
     }
 }
 
-/// What tells a calibration from others: the dense model and what its weights are, by words that differ where they do,
-/// the options and the tokens.
+/// Returns the identity of a calibration: a hash of the dense model, the options, the tokens, and `weights`, a text
+/// that differs where the weights differ.
 pub fn calibration_identity(
     weights: &str,
     dense: &ModelConfig,
@@ -294,7 +296,7 @@ fn error(recipe: &Recipe, stage: &str, source: moh_calibrate::Error) -> Error {
     moh_files::unusable(&recipe.run.dir, reason).into()
 }
 
-/// Returns the tokens of the first samples from `first` on, without the token after each.
+/// Returns the tokens of the calibration's samples, from sample `first` on, without each sample's final target.
 fn first_tokens(
     data: &TrainingData,
     first: u64,
@@ -310,9 +312,9 @@ fn first_tokens(
     Ok(ids)
 }
 
-/// Returns the attention of the stage `index`, whose model had that of `before`: the recipe's, but for heads that a
-/// stage before it has calibrated. Of a stage that is calibrated itself, without the calibration. Fails if the recipe's
-/// heads do not fit the model.
+/// Returns the attention of stage `index`, from the recipe. `before` is the model's attention until then. Heads that an
+/// earlier stage has calibrated are kept. If the stage itself is calibrated, this is its attention without the
+/// calibration. Fails if the recipe's heads do not fit the model.
 pub(crate) fn attention_of(
     recipe: &Recipe,
     index: usize,
@@ -324,7 +326,7 @@ pub(crate) fn attention_of(
     let calibrated = recipe.calibrated_stage(index).filter(|of| of.name != stage.name);
     let calibration = calibrated.and_then(Stage::calibration);
     Ok(match (moh, before, calibration) {
-        // The stage has the same numbers in its recipe.
+        // The recipe has the same numbers for both stages.
         (Some(_), Some(before), Some(calibration)) if calibration.chooses_numbers() => {
             Some(before.clone())
         }

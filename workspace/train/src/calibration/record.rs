@@ -1,5 +1,5 @@
-//! What a calibration has chosen, in a file of the run directory. It has the identity of what was measured: a result
-//! of other weights, tokens or options is not used.
+//! The result of a calibration, in a file of the run directory. The file has the calibration's identity: a result for
+//! other weights, tokens or options is not used.
 
 use std::path::Path;
 
@@ -21,13 +21,13 @@ const MAX_FILE_BYTES: u64 = 64 << 20;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct CalibrationRecord {
     format: u32,
-    /// BLAKE3 of what was measured, and how.
+    /// BLAKE3 of the measured model, the options and the tokens.
     pub(super) identity: String,
-    /// What was chosen.
+    /// The chosen heads, and the losses.
     pub calibration: StageCalibration,
 }
 
-/// What a calibration has chosen for a layer.
+/// Returns the record of a layer's calibration.
 pub fn calibrated_layer(layer: &moh_calibrate::LayerCalibration) -> CalibratedLayer {
     CalibratedLayer {
         shared_heads: layer.shared.heads().collect(),
@@ -61,7 +61,7 @@ impl CalibrationRecord {
         CalibrationRecord { format: FORMAT, identity, calibration }
     }
 
-    /// Reads the record of a calibration after `step` steps; `None` if there is none.
+    /// Reads the record of a calibration after `step` steps; returns `None` if the file is missing.
     pub(crate) fn read(run: &RunDirectory, step: u64) -> Result<Option<Self>> {
         let path = run.calibration(step);
         let kind = "the result of a calibration";
@@ -69,7 +69,7 @@ impl CalibrationRecord {
         text.map(|text| Self::parse(&text, &path)).transpose()
     }
 
-    /// Returns the record in a text; messages name it `path`.
+    /// Parses a record; errors name its `path`.
     pub(super) fn parse(text: &[u8], path: &Path) -> Result<Self> {
         let refuse = |reason: String| Error::from(moh_files::unusable(path, reason));
         let record: Self = serde_json::from_slice(text).map_err(|error| {
@@ -90,8 +90,8 @@ impl CalibrationRecord {
         Ok(serde_json::to_vec_pretty(self).map_err(|error| moh_files::io(path)(error.into()))?)
     }
 
-    /// Returns the routing that was chosen, with the stage's router. Fails if the record's heads are not those of the
-    /// model that `config` describes.
+    /// Returns the chosen routing, with the stage's router. Fails if the record's heads do not fit the model that
+    /// `config` describes.
     pub(crate) fn moh(
         &self,
         router: RouterKind,
@@ -108,17 +108,17 @@ impl CalibrationRecord {
         Ok(moh)
     }
 
-    /// Returns the file with the layers, of which each has a hash.
+    /// Returns the file with the layers, each with a hash.
     fn layers(&self, run: &RunDirectory) -> Result<LayerLog> {
         LayerLog::read(&run.calibrated_layers(self.calibration.step), self.identity.clone())
     }
 
-    /// Returns whether the run has all layers of the record, on the first rank.
+    /// Returns whether the run has all layers of the record. Called on the first rank.
     pub(super) fn has_layers(&self, run: &RunDirectory) -> bool {
         self.layers(run).is_ok_and(|layers| layers.len() == self.calibration.layers.len())
     }
 
-    /// Gives this rank's part of a model the fitted matrices, each rank its slices.
+    /// Writes this rank's slices of the fitted matrices into its part of a model.
     pub(crate) fn apply<B: Backend + Clone, T: Element, M: Element>(
         &self,
         run: &RunDirectory,
@@ -176,7 +176,8 @@ mod tests {
     #[test]
     fn a_record_reads_back_with_its_heads() {
         let found = parse(&record()).unwrap();
-        // As versions wrote it that held no tokens out, and measured the heads that the stage would have had.
+        // A record of an earlier version, which held out no tokens and measured the heads that the stage would have
+        // had.
         assert!(found.calibration.loss_dense.is_nan() && found.calibration.held_out_tokens == 0);
         let again = found.text(Path::new("record.json")).unwrap();
         let again = CalibrationRecord::parse(&again, Path::new("record.json")).unwrap();

@@ -1,13 +1,13 @@
-//! The comparison of variants of a recipe: a run for each variant, and runs for the stages that they share.
+//! The comparison of variants of a recipe: a run for each variant, and runs for shared stages.
 //!
-//! A variant has the stages before the first one that its overrides change in common with the recipe. Each such
-//! sequence of stages is one run, `shared-STAGE`, named for its last stage; longer ones continue shorter ones
-//! (`branch.rs`). Where a variant begins follows from the recipe and the variant, and from no other variant that
-//! differs from the recipe: another one can be added at any time.
+//! A variant shares with the recipe all stages before the first stage that its overrides change. Each such sequence of
+//! stages is one run, `shared-STAGE`, named for its last stage. A longer sequence continues a shorter one
+//! (`branch.rs`). The shared stages of a variant that changes a stage follow from the recipe and this variant alone:
+//! another variant can be added at any time.
 //!
-//! All runs are ordinary ones in a directory of the comparison's own, so that each resumes by itself, and the
-//! comparison as a whole by going through them again: first those that have begun, whose inputs are compared with
-//! those that they began with, so that no other one begins with other inputs.
+//! All runs are ordinary runs in the comparison's directory, so each run resumes by itself. The comparison resumes by
+//! going through the runs again. Runs that have started come first: their inputs are compared with their first inputs,
+//! so that no later run starts with other inputs.
 
 mod record;
 mod variant;
@@ -38,35 +38,35 @@ pub struct Comparison {
 /// A run of a comparison.
 #[derive(Debug, Clone)]
 pub struct PlannedRun {
-    /// The name of its directory in that of the comparison.
+    /// The name of the run's directory in the comparison's directory.
     pub name: String,
     /// Its recipe, with its own `run.dir`.
     pub recipe: Recipe,
-    /// The run that has trained its first stages, if any are shared.
+    /// The run that trains its first stages, if any are shared.
     pub parent: Option<RunDirectory>,
-    /// How many they are.
+    /// The number of shared stages.
     pub num_shared: usize,
     /// The variant; `None` for shared stages.
     pub variant: Option<Variant>,
-    /// The keys whose values differ from the recipe's.
+    /// The keys with other values than in the recipe.
     pub changes: Vec<KeyChange>,
-    /// The command that trains its recipe alone, for errors that name another one.
+    /// The command that trains its recipe alone, for errors that suggest a command.
     pub command: String,
 }
 
 impl PlannedRun {
-    /// Its directory.
+    /// Returns the run's directory.
     pub fn directory(&self) -> RunDirectory {
         RunDirectory::new(&self.recipe.run.dir)
     }
 }
 
 impl Comparison {
-    /// Plans the runs of `variants` of the recipe at `path`, which `overrides` change for all of them.
+    /// Plans the runs of `variants` of the recipe at `path`. `overrides` apply to all variants.
     ///
     /// # Errors
-    /// Fails if a recipe is invalid, or if variants have one name, are equal, or differ in what is the
-    /// comparison's.
+    /// Fails if a recipe is invalid, if two variants have the same name or are equal, or if a variant changes
+    /// `run.dir`, `run.device` or `run.deterministic`.
     pub fn plan(path: &Path, overrides: &[String], variants: Vec<Variant>) -> Result<Self> {
         let base = Recipe::load(path, overrides)?;
         let mut recipes: Vec<Recipe> = Vec::new();
@@ -145,13 +145,13 @@ impl Comparison {
         &self.directory
     }
 
-    /// Returns the runs, each after those that it continues.
+    /// Returns the runs, each after the run that it continues.
     pub fn runs(&self) -> &[PlannedRun] {
         &self.runs
     }
 
-    /// Returns the places of the runs in [`Self::runs`] in the order in which a command goes through them: those that
-    /// have begun first. They need no run that has not.
+    /// Returns the indices of the runs in [`Self::runs`] in the order in which a command trains them. Runs that have
+    /// started come first: they need no run that has not started.
     pub fn order(&self) -> Result<Vec<usize>> {
         let mut order = Vec::new();
         for (place, run) in self.runs.iter().enumerate() {
@@ -166,8 +166,8 @@ impl Comparison {
         self.runs.iter().filter(|run| run.variant.is_some())
     }
 
-    /// Returns whether a run is still to be trained or looked at: shared stages are not once every run that continues
-    /// them has begun, so that their directory may then be removed.
+    /// Returns whether a run must still be trained or checked. Shared stages are no longer needed once every run that
+    /// continues them has started: their directory may then be removed.
     pub fn needs(&self, run: &PlannedRun) -> Result<bool> {
         if run.variant.is_some() {
             return Ok(true);
@@ -187,14 +187,14 @@ impl Comparison {
         self.directory.join(RECORD)
     }
 
-    /// Takes the directory for this comparison, and writes its record. Nothing is trained or changed where an
-    /// earlier command with other variants or keys would be continued. The first rank calls it, and holds the
-    /// lock until all runs have ended.
+    /// Locks the directory for this comparison, and writes its record. Rejects the directory of an earlier command with
+    /// other variants or keys before anything is trained or changed. The first rank calls this, and keeps the lock
+    /// until all runs have ended.
     ///
     /// # Errors
-    /// Fails if the directory is not a comparison's, if that of a run in it is not the run's, if a run was started
-    /// with other keys, if it has a variant that is not named, if another process holds it, or if a file cannot
-    /// be read or written.
+    /// Fails if the directory is not a comparison's or is locked by another process, or if a file cannot be read or
+    /// written. Fails if a directory in it is another run's or a variant that is not named, or if a run was started
+    /// with other keys.
     pub fn claim(&self) -> Result<RunLock> {
         let known = record::names(&self.record())?;
         if known.is_none() {
@@ -221,7 +221,7 @@ impl Comparison {
         record::write(&self.record(), &self.path, &self.runs)
     }
 
-    /// Fails if the directory is neither absent nor empty nor a comparison's.
+    /// Fails if the directory, which has no record, is neither missing nor empty.
     fn check(&self) -> Result<()> {
         let directory = RunDirectory::new(&self.directory);
         let unfinished = format!("{TEMPORARY}{RECORD}");
@@ -240,8 +240,8 @@ impl Comparison {
     }
 }
 
-/// Returns the number of first stages that each variant shares. A variant that changes no stage needs no more of them
-/// than the others, and trains at least the last stage itself.
+/// Returns the number of first stages that each variant shares. A variant that changes no stage shares at most as many
+/// stages as the other variants, and trains at least the last stage itself.
 fn shared_stages(base: &Recipe, variants: &[Recipe]) -> Vec<usize> {
     let all = base.stages.len();
     let common: Vec<usize> = variants.iter().map(|variant| common_stages(base, variant)).collect();
@@ -250,8 +250,8 @@ fn shared_stages(base: &Recipe, variants: &[Recipe]) -> Vec<usize> {
     common.into_iter().map(|stages| stages.min(most)).collect()
 }
 
-/// Returns the number of first stages after which both recipes have the same weights: none if anything differs that is
-/// neither of a stage nor of logs or checkpoints, which change no weight.
+/// Returns the number of first stages after which both recipes have the same weights. It is 0 if the recipes differ
+/// outside stages, logs and checkpoints: logs and checkpoints change no weight.
 fn common_stages(base: &Recipe, variant: &Recipe) -> usize {
     let rest = |recipe: &Recipe| Recipe {
         stages: Vec::new(),
@@ -265,8 +265,8 @@ fn common_stages(base: &Recipe, variant: &Recipe) -> usize {
     }
 }
 
-/// Refuses a run that was started with other keys than may change. One that keeps nothing of its model is
-/// compared when its turn comes.
+/// Rejects a run that was started with other values of keys that may not change. A run that does not keep its model is
+/// compared later, when it is trained.
 fn check_begun(run: &PlannedRun, path: &Path) -> Result<()> {
     let directory = run.directory();
     directory.check()?;
@@ -281,7 +281,7 @@ fn check_begun(run: &PlannedRun, path: &Path) -> Result<()> {
     let source = ModelSource::open_kept(&recipe, path, &directory.model())?;
     recipe.resolve(path, source.original_config())?;
     directory.check_recipe(&recipe, &run.command)?;
-    // The others have continued the shared stages as they were.
+    // Other runs have continued the shared stages with their earlier lengths.
     let stored = directory.stored_recipe()?;
     let shared = stored.stages.iter().zip(&recipe.stages).take(run.num_shared);
     let grown = shared.filter(|(before, now)| before.tokens != now.tokens);

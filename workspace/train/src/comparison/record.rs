@@ -1,5 +1,5 @@
-//! `comparison.json`: the variants of a comparison, what each changes and where it begins, and the results of
-//! those that have finished. Its presence marks a directory as a comparison's.
+//! `comparison.json`: the variants of a comparison, with their changes, their shared stages, and the results of
+//! finished variants. Its presence marks a directory as a comparison's.
 
 use std::path::Path;
 
@@ -20,12 +20,11 @@ const MAX_BYTES: u64 = 64 << 20;
 /// The results of a variant.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Results {
-    /// Steps, over all stages, also those that were shared.
+    /// Steps over all stages, including shared stages.
     pub steps: u64,
-    /// Tokens trained on, also in the shared stages.
+    /// Tokens trained on, including shared stages.
     pub tokens: u64,
-    /// Tokens per second of the last stage, without evaluations and checkpoints; `None` if the metrics do not
-    /// say.
+    /// Tokens per second of the last stage, without evaluations and checkpoints; `None` if the metrics do not have it.
     pub tokens_per_second: Option<f64>,
     /// The fraction of the last conversion's loss that training recovered.
     pub recovered: Option<f64>,
@@ -45,8 +44,8 @@ pub fn results(run: &RunDirectory) -> Result<Option<Results>> {
     }))
 }
 
-/// Writes the record of `runs`, which compare variants of the `recipe`: each variant with what it changes, its first
-/// stages, which are shared, and its results, null until it has finished.
+/// Writes the record of `runs`, which compare variants of `recipe`. Each variant has its changes, its shared first
+/// stages, and its results, null until the variant has finished.
 pub(super) fn write(path: &Path, recipe: &Path, runs: &[PlannedRun]) -> Result<()> {
     let recipe = serde_json::to_value(recipe).map_err(|error| moh_files::io(path)(error.into()))?;
     let (mut shared, mut variants) = (Vec::new(), Vec::new());
@@ -71,7 +70,7 @@ pub(super) fn write(path: &Path, recipe: &Path, runs: &[PlannedRun]) -> Result<(
     Ok(moh_files::write(path, format!("{record:#}\n").as_bytes()).map_err(moh_files::io(path))?)
 }
 
-/// What is read of a record: the names of its variants.
+/// The fields of a record that are read: the names of its variants.
 #[derive(Debug, Deserialize)]
 struct Known {
     format: u32,

@@ -58,7 +58,7 @@ fn variants_share_the_stages_before_their_first_change() {
             row("base", Some("shared-two"), 3),
         ]
     );
-    // The recipe itself needs no more shared stages than the others.
+    // The recipe itself needs no more shared stages than the other variants.
     assert_eq!(runs(&path, &["base"])[1], row("base", Some("shared-two"), 3));
     assert_eq!(runs(&path, &[&format!("b:{middle}"), "base"])[2].1.as_deref(), Some("shared-one"));
 }
@@ -130,7 +130,7 @@ fn a_directory_with_other_files_is_not_taken_and_an_empty_one_is() {
     let record: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!(record["variants"][0]["shared_stages"], serde_json::json!(["one", "two"]));
     assert_eq!(record["variants"][0]["changes"][0]["key"], "stage.three.tokens");
-    // A variant that has not begun may be left out or changed.
+    // A variant that has not started may be omitted or changed.
     drop(plan(&path, &["a:stage.three.tokens=888888"]).unwrap().claim().unwrap());
     std::fs::create_dir(directory.join("a")).unwrap();
     let error = plan(&path, &["base"]).unwrap().claim().unwrap_err();

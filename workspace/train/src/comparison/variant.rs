@@ -8,19 +8,19 @@ use moh_recipe::{Recipe, fine_name};
 
 use crate::{Error, Result};
 
-/// Begins the names of the directories of shared stages.
+/// The prefix of the directory names of shared stages.
 pub(super) const SHARED: &str = "shared-";
 
 /// A recipe with some values overridden.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Variant {
-    /// The name, which is also that of its run directory.
+    /// The name, also of the run directory.
     pub name: String,
-    /// The overrides, as `--set` takes them; without any, the variant is the recipe itself.
+    /// The overrides, as for `--set`. Without overrides, the variant is the recipe itself.
     pub overrides: Vec<String>,
 }
 
-/// Returns the error of a variant, by its name or as it was given.
+/// Returns the error of a variant; `name` is its name or its text on the command line.
 pub(super) fn refuse(name: &str, reason: impl fmt::Display) -> Error {
     Error::Invalid(format!("--variant {name}: {reason}"))
 }
@@ -58,7 +58,7 @@ impl FromStr for Variant {
 }
 
 impl Variant {
-    /// Reads the recipe at `path`, which is valid with `overrides`, with those of the variant. Fails as
+    /// Loads the recipe at `path`, which is valid with `overrides`, with these overrides and the variant's. Fails as
     /// [`Recipe::load`]; faults name the variant.
     pub(super) fn load(&self, path: &Path, overrides: &[String]) -> Result<Recipe> {
         let overrides: Vec<String> = overrides.iter().chain(&self.overrides).cloned().collect();
@@ -78,8 +78,8 @@ impl Variant {
     }
 }
 
-/// Divides overrides at the commas between them. A bracket, a brace or a quote counts where a value or an element
-/// begins, so that those within paths are parts of them.
+/// Splits overrides at the commas between them. Brackets, braces and quotes count only at the start of a value or an
+/// element: inside a path they are ordinary characters.
 fn split(text: &str) -> Result<Vec<&str>, &'static str> {
     let (mut parts, mut start) = (Vec::new(), 0);
     let (mut depth, mut quote, mut before) = (0_u32, None, ' ');
@@ -88,7 +88,7 @@ fn split(text: &str) -> Result<Vec<&str>, &'static str> {
         let begins = matches!(before, '=' | ',' | '[' | '{');
         match (quote, c) {
             (Some('"'), '\\') => {
-                // The escaped character, which may be a quote.
+                // Skips the escaped character, which may be a quote.
                 characters.next();
             }
             (Some(open), c) if c == open => quote = None,

@@ -86,7 +86,7 @@ fn list(run: &RunDirectory) -> anyhow::Result<()> {
         writeln!(out, "{}: no checkpoints", run.root().display())?;
         return Ok(());
     }
-    // A recipe that cannot be read costs no more than the names of the stages.
+    // Without a readable recipe, only the names of the stages are missing.
     let recipe = run.stored_recipe().ok();
     let header = ["step", "stage", "tokens", "written", "size", "state"];
     let rows = found.iter().map(|listed| row(run, recipe.as_ref(), listed));

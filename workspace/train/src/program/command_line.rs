@@ -1,5 +1,4 @@
-//! Commands that a user may paste into a shell: every word is quoted, and a program is called as this one
-//! was.
+//! Commands that a user may paste into a shell: every word is quoted, and a program is called as this program was.
 
 use std::fmt;
 use std::path::Path;
@@ -13,8 +12,8 @@ pub(crate) struct CommandLine {
 }
 
 impl CommandLine {
-    /// Returns the command `program` without arguments: through cargo if this program was started so, or else by
-    /// name.
+    /// Returns the command `program` without arguments. It is called through cargo if this program was started so, or
+    /// else by name.
     pub(crate) fn new(program: &str) -> Self {
         let from_cargo = std::env::var_os("CARGO").is_some() && Path::new("Cargo.toml").is_file();
         if !from_cargo {
@@ -40,7 +39,7 @@ impl CommandLine {
 
     pub(crate) fn option(mut self, name: &str, value: impl AsRef<str>) -> Self {
         let value = value.as_ref();
-        // A value that begins as an option does would be taken for one.
+        // A value that starts with `-` would be parsed as an option.
         let between = if value.starts_with('-') { '=' } else { ' ' };
         self.text.push_str(&format!(" {name}{between}{}", shell_word(value)));
         self

@@ -124,7 +124,7 @@ enum Command {
     Checkpoints(checkpoints::Arguments),
 }
 
-/// Parses a time limit of up to 30 days.
+/// Returns a parser of time limits of up to 30 days.
 fn seconds() -> impl Fn(&str) -> Result<u64, String> + Clone + Send + Sync + 'static {
     between(1, 30 * 24 * 3600)
 }

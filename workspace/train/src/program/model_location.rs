@@ -1,6 +1,6 @@
 //! Locates the model of a run on all ranks: in a directory, or in the cache of the hub, as it was downloaded. Each rank
-//! finds what the first one has found, a model of the hub at the same commit, so that a branch that has moved between
-//! two downloads does not give two ranks two models.
+//! finds the same model as the first rank. For a model of the hub this is the same commit: a branch that has moved
+//! between downloads does not give two ranks two models.
 
 use std::path::{Path, PathBuf};
 
@@ -13,8 +13,9 @@ use moh_recipe::Recipe;
 use moh_recipe::shell::shell_word;
 use moh_train::{first_that_keeps_model, share_text};
 
-/// Returns the directory of the recipe's `model.from` on this rank; `None` if there is none, or if it is a run, or if
-/// one of `runs`, this run or the one that it continues, keeps what it needs of it. All ranks call this together.
+/// Returns the directory of the recipe's `model.from` on this rank. Returns `None` if the recipe names no model, or
+/// names a run. Also returns `None` if one of `runs`, this run and its parent, keeps the model's files. All ranks call
+/// this together.
 pub(crate) fn locate(
     recipe: &Recipe,
     runs: &[&RunDirectory],
@@ -58,7 +59,7 @@ pub(crate) fn find_config(from: &str, revision: Option<&str>) -> anyhow::Result<
     }
 }
 
-/// What `search` finds in the cache of the hub.
+/// Returns the directory that `search` finds in the cache of the hub.
 fn in_cache(
     id: &str,
     revision: Option<&str>,
@@ -76,7 +77,7 @@ fn in_cache(
     );
 }
 
-/// What the first rank has found, for the others: nothing, a commit, or a directory.
+/// Describes the first rank's result to the other ranks: nothing, a commit, or a directory.
 fn described(found: Option<&Path>) -> String {
     match found {
         None => String::new(),
@@ -84,7 +85,7 @@ fn described(found: Option<&Path>) -> String {
     }
 }
 
-/// What another rank than the first finds, which has sent `text`.
+/// Returns the model's directory on another rank than the first, which has sent `text`.
 fn follow(text: &str, from: &str, revision: Option<&str>) -> anyhow::Result<Option<PathBuf>> {
     match text {
         "" => Ok(None),

@@ -88,8 +88,8 @@ pub(crate) fn plan_comparison(
     Ok(())
 }
 
-/// Returns the rate for a plan's times: the one that is given, or else, where a recipe is for a CPU and one process,
-/// what this machine's reaches.
+/// Returns the rate for a plan's times: the given rate, or else this machine's measured rate for a CPU recipe and one
+/// process.
 fn rate(
     arguments: &Arguments,
     recipe: &Recipe,
@@ -108,8 +108,8 @@ fn rate(
     Ok(Some(Rate { value, basis: Basis::Measured }))
 }
 
-/// TFLOP/s of the best of the matrix products that this processor computes in a fifth of a second: of the shape of the
-/// model's MLP, of which wide ones are cut.
+/// Returns the TFLOP/s of this processor's fastest matrix product within a fifth of a second. The products have the
+/// shape of the model's MLP, with wide dimensions cut.
 fn product_tflops<T: Element>(config: &ModelConfig) -> anyhow::Result<f64> {
     const TOKENS: usize = 1024;
     const WIDEST: usize = 2048;
@@ -129,7 +129,7 @@ fn product_tflops<T: Element>(config: &ModelConfig) -> anyhow::Result<f64> {
     Ok(flops / least.max(1e-9) / 1e12)
 }
 
-/// Refuses a rate that is not a positive number.
+/// Rejects a rate that is not a positive number.
 fn check_rate(arguments: &Arguments) -> anyhow::Result<()> {
     match arguments.device_tflops {
         Some(tflops) if !(tflops > 0.0 && tflops.is_finite()) => {
@@ -146,7 +146,7 @@ fn resolve(recipe: &mut Recipe, path: &Path) -> anyhow::Result<ModelConfig> {
     Ok(config)
 }
 
-/// Returns the shape of the recipe's model, of a hub id by its `config.json` in the cache.
+/// Returns the shape of the recipe's model. For a hub id, reads its `config.json` in the cache.
 fn model_config(recipe: &Recipe, path: &Path) -> anyhow::Result<ModelConfig> {
     if let Some(config) = local_model_config(recipe, path)? {
         return Ok(config);

@@ -1,4 +1,4 @@
-//! `moh-train replay`: one step of a run again, with all that is in it.
+//! `moh-train replay`: repeats one step of a run, and prints all of its numbers.
 
 use std::fmt;
 use std::fmt::Write as _;
@@ -61,7 +61,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the step, its blocks, the gradients of its tensors and the sources of its samples.
+/// Formats the step, its blocks, the gradients of its tensors and the sources of its samples.
 fn tables(replay: &Replay) -> Result<String, fmt::Error> {
     let mut out = String::new();
     summary(&mut out, replay)?;
@@ -97,8 +97,7 @@ fn summary(out: &mut String, replay: &Replay) -> fmt::Result {
     writeln!(out)
 }
 
-/// Returns a row for each block: the residual stream after attention and after the MLP, the gradient, and the
-/// routing.
+/// Writes a row for each block: the residual stream after attention and after the MLP, the gradient, and the routing.
 fn blocks(out: &mut String, replay: &Replay) -> fmt::Result {
     let mut header =
         vec!["block", "rms after attention", "largest", "rms after MLP", "largest", "gradient"];
@@ -124,7 +123,7 @@ fn blocks(out: &mut String, replay: &Replay) -> fmt::Result {
     write!(out, "\n{}", aligned(header, rows, &[0]))
 }
 
-/// Returns the share of tokens that selected each routed head, in a row for each block that routes.
+/// Writes the share of tokens that selected each routed head, in a row for each block that routes.
 fn loads(out: &mut String, replay: &Replay) -> fmt::Result {
     let layers = &replay.routing.layers;
     if layers.is_empty() {

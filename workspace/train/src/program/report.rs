@@ -44,13 +44,13 @@ fn other_windows(recipe: &Recipe) -> Option<String> {
     })
 }
 
-/// Commands that use the run's output. They hold in the directory in which this program runs, to which the
-/// recipe's relative paths refer.
+/// Returns commands that use the run's output. They work in this program's working directory, to which the recipe's
+/// relative paths refer.
 fn next_commands(recipe: &Recipe, run: &RunDirectory, summary: &Summary) -> Vec<String> {
     let export = run.export();
     let on_model = |command: CommandLine| {
         let command = command.path_option("--model", &export);
-        // The computation of the run.
+        // The element type of the run's computation.
         let dtype = recipe.run.dtype.name();
         let command = if dtype == "f32" { command } else { command.option("--dtype", dtype) };
         match recipe.run.device {
@@ -74,8 +74,9 @@ fn next_commands(recipe: &Recipe, run: &RunDirectory, summary: &Summary) -> Vec<
     commands
 }
 
-/// Returns the same run with half of its heads active, a quarter of them shared; `None` if it has been that, or if
-/// the heads have no quarter. The recipe is the run's own, which has every override.
+/// Returns the command of the same run with a quarter of its heads shared and a quarter routed. Returns `None` if the
+/// run had these numbers, or if the number of heads is not a multiple of 4. The command uses the run's own recipe,
+/// which has every override.
 fn half_of_the_heads(recipe: &Recipe, run: &RunDirectory, heads: usize) -> Option<CommandLine> {
     if !heads.is_multiple_of(4) {
         return None;
@@ -86,7 +87,7 @@ fn half_of_the_heads(recipe: &Recipe, run: &RunDirectory, heads: usize) -> Optio
         let is_half = |counts: &Option<HeadCounts>| {
             counts.as_ref().and_then(HeadCounts::uniform) == Some(quarter)
         };
-        // Numbers of shared heads cannot be given beside the heads themselves.
+        // Numbers of shared heads cannot be given together with the heads themselves.
         moh.shared_head_ids.is_some() || counts.into_iter().all(is_half)
     };
     let routed = recipe.stages.iter().filter_map(|stage| Some((&stage.name, stage.moh.as_ref()?)));
@@ -102,9 +103,9 @@ fn half_of_the_heads(recipe: &Recipe, run: &RunDirectory, heads: usize) -> Optio
     (!others.is_empty()).then(|| others.iter().fold(first, set_half))
 }
 
-/// Returns the path beside `directory` whose name is longer by `ending`.
+/// Returns the path of `directory` with `ending` added to its name.
 fn beside(directory: &Path, ending: &str) -> PathBuf {
-    // `.` and `..` are no names.
+    // `.` and `..` are not names.
     let named = match directory.file_name() {
         Some(_) => directory.to_owned(),
         None => directory.canonicalize().unwrap_or_else(|_| directory.to_owned()),

@@ -17,21 +17,21 @@ use moh_train::Event;
 use moh_program::exit::stderr_line;
 use moh_program::progress::{LINE_EVERY, draws_bars, rate_of_items, time_left};
 
-/// Most layers whose heads a line shows.
+/// The most layers with heads in a line.
 const SHOWN_LAYERS: usize = 8;
-/// Recent steps from which the remaining time is estimated.
+/// The number of recent steps from which the remaining time is estimated.
 const WINDOW: usize = 50;
 
-/// Tokens of a file from which on a line says that it is read to check its ids.
+/// From this number of tokens on, a line says that a file is read to check its ids.
 const SHOWN_CHECK: u64 = 100_000_000;
 
 pub(crate) struct RunView {
-    /// Steps of all stages, which the bar and the lines count.
+    /// Steps of all stages, for the bar and the lines.
     steps: u64,
     ranks: usize,
     bar: Option<ProgressBar>,
     recent: std::collections::VecDeque<Instant>,
-    /// When a calibration began, and when a line last told of it.
+    /// The start of a calibration, and the time of the last line about it.
     measuring: [Instant; 2],
 }
 
@@ -156,14 +156,14 @@ impl RunView {
         }
     }
 
-    /// Says nothing beside the bar, until the next step does.
+    /// Clears the message beside the bar, until the next step sets it.
     fn reset_message(&self) {
         if let Some(bar) = &self.bar {
             bar.set_message("");
         }
     }
 
-    /// What prints a line above the bar from another thread.
+    /// Returns a function that prints a line above the bar from another thread.
     pub(crate) fn printer(&self) -> impl Fn(&str) + Send + use<> {
         let bar = self.bar.clone();
         move |text| print(bar.as_ref(), text)
@@ -193,7 +193,7 @@ impl RunView {
         }
     }
 
-    /// Returns the time of the remaining steps at the speed of the recent ones.
+    /// Returns the time of the remaining steps at the speed of recent steps.
     fn left(&self, step: u64) -> Duration {
         let (Some(first), Some(last)) = (self.recent.front(), self.recent.back()) else {
             return Duration::ZERO;
@@ -215,7 +215,7 @@ fn print(bar: Option<&ProgressBar>, text: &str) {
     }
 }
 
-/// Returns the start of a stage: its attention, steps and, with several ranks, their layout.
+/// Describes the start of a stage: its attention, steps and, with several ranks, their layout.
 fn describe_stage(stage: &Stage, model: &ModelConfig, ranks: usize) -> String {
     let heads = model.num_attention_heads;
     let attention = match &model.moh {
@@ -236,7 +236,7 @@ fn describe_stage(stage: &Stage, model: &ModelConfig, ranks: usize) -> String {
     }
 }
 
-/// Returns an evaluation with its moment; `heads` are the model's.
+/// Describes an evaluation with its moment; `heads` is the model's number of heads.
 fn describe_evaluation(evaluation: &Evaluation, heads: usize) -> String {
     let moment = match &evaluation.moment {
         EvaluationPoint::Loaded => "before training".to_owned(),
@@ -250,7 +250,7 @@ fn describe_evaluation(evaluation: &Evaluation, heads: usize) -> String {
     format!("validation {moment}: loss {:.4}{}", evaluation.loss, others.collect::<String>())
 }
 
-/// How far a calibration is after `elapsed`.
+/// Describes the progress of a calibration after `elapsed`.
 fn describe_layers(done: u64, total: u64, elapsed: Duration) -> String {
     let shown = format!("measuring layers {done}/{total}");
     if done == 0 {
@@ -261,7 +261,7 @@ fn describe_layers(done: u64, total: u64, elapsed: Duration) -> String {
     format!("{shown}, {}{left}", rate_of_items(per_second))
 }
 
-/// What a calibration has chosen, and its losses.
+/// Describes the heads that a calibration has chosen, and its losses.
 fn describe_calibration(calibration: &StageCalibration) -> String {
     let StageCalibration { stage, tokens, loss_dense, loss, refit, layers, .. } = calibration;
     let heads = |layer: &CalibratedLayer| {
@@ -282,7 +282,7 @@ fn describe_calibration(calibration: &StageCalibration) -> String {
     )
 }
 
-/// Returns a step that was not applied.
+/// Describes a step that was not applied.
 fn describe_skipped(step: u64, metrics: &StepMetrics, skipped: &SkippedStep) -> String {
     let [first, last] = skipped.samples;
     format!(

@@ -1,4 +1,4 @@
-//! Signals that end a run with a checkpoint, and at a second one without.
+//! Signals that end a run with a checkpoint. A second signal ends it without a checkpoint.
 
 use std::io;
 use std::sync::Arc;
@@ -13,18 +13,18 @@ use moh_comm::Launcher;
 use moh_program::exit::{Request, Requests, SAME_REQUEST};
 use signal_hook::consts::{SIGINT, TERM_SIGNALS};
 
-/// Within this time a second signal is the same request under a launcher, which passes on what its process group has
-/// received already.
+/// Under a launcher, a second signal within this time is the same request: the launcher passes on signals that its
+/// process group has already received.
 #[cfg(unix)]
 const SAME_REQUEST_LAUNCHED: Duration = Duration::from_secs(5);
 
-/// Takes the sentences for the user.
+/// A function that prints a sentence for the user.
 pub(crate) type Say = Box<dyn Fn(&str) + Send>;
 
-/// Sets `stop` on SIGINT, SIGTERM and SIGQUIT, on SIGUSR1, and on SIGHUP unless the process was started
-/// with it ignored, as by nohup; `say` gets a sentence at once. A second signal ends the process, with 128
-/// and its number as exit code, after its temporary files are removed. Launchers repeat all signals but
-/// SIGINT while a job ends, so under one of them SIGINT alone does so.
+/// Sets `stop` on SIGINT, SIGTERM, SIGQUIT and SIGUSR1, and on SIGHUP unless the process was started with SIGHUP
+/// ignored, as by nohup. Calls `say` with a sentence at once. A second signal removes the process's temporary files and
+/// ends it, with 128 plus the signal's number as exit code. Launchers repeat all signals except SIGINT while a job
+/// ends, so under a launcher only SIGINT does so.
 #[cfg(unix)]
 pub(crate) fn stop_on_signals(
     stop: &Arc<AtomicBool>,
@@ -32,7 +32,7 @@ pub(crate) fn stop_on_signals(
     say: Say,
 ) -> io::Result<()> {
     use signal_hook::consts::{SIGHUP, SIGUSR1};
-    // mpirun forwards SIGUSR1 to its ranks; a SIGTERM makes it kill them within seconds.
+    // mpirun forwards SIGUSR1 to its ranks. On SIGTERM it kills the ranks within seconds.
     let mut heard = [TERM_SIGNALS, &[SIGUSR1]].concat();
     if is_ignored(SIGHUP) == Some(false) {
         heard.push(SIGHUP);
@@ -43,7 +43,7 @@ pub(crate) fn stop_on_signals(
         for signal in signals.forever() {
             match receive(&mut requests, launcher, signal, Instant::now()) {
                 Request::Stop => {
-                    // Before the flag: the run may end within microseconds, and says so then.
+                    // Before the flag is set: the run may then end, and print so, within microseconds.
                     say(&acknowledgement(launcher));
                     stop.store(true, Ordering::Relaxed);
                 }
@@ -68,7 +68,7 @@ pub(crate) fn stop_on_signals(stop: &Arc<AtomicBool>, _: Launcher, _: Say) -> io
     Ok(())
 }
 
-/// What is said when a second signal ends the process.
+/// The sentence when a second signal ends the process.
 #[cfg(unix)]
 const ABORTED: &str =
     "aborted without a checkpoint: the same command continues from the newest one";
@@ -85,7 +85,7 @@ fn requests(launcher: Launcher) -> Requests {
     Requests::new(if is_launched { SAME_REQUEST_LAUNCHED } else { SAME_REQUEST })
 }
 
-/// What a signal asks for. Under a launcher only SIGINT ends the process without a checkpoint.
+/// Returns the request of a signal. Under a launcher only SIGINT ends the process without a checkpoint.
 #[cfg(unix)]
 fn receive(requests: &mut Requests, launcher: Launcher, signal: i32, now: Instant) -> Request {
     match requests.receive(now) {
@@ -94,7 +94,7 @@ fn receive(requests: &mut Requests, launcher: Launcher, signal: i32, now: Instan
     }
 }
 
-/// Returns whether this process ignores a signal; `None` where the system does not say so in a file.
+/// Returns whether this process ignores a signal; `None` if the system has no file that says so.
 #[cfg(unix)]
 fn is_ignored(signal: i32) -> Option<bool> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
@@ -130,7 +130,7 @@ mod tests {
     #[test]
     fn what_a_launcher_repeats_does_not_abort() {
         use Request::{Abort, Repeated, Stop};
-        // Slurm's pre-emption ends with a second SIGTERM; torchrun passes Ctrl-C on.
+        // Slurm's pre-emption ends with a second SIGTERM, and torchrun passes Ctrl-C on.
         let signals = [(SIGTERM, 0), (SIGTERM, 30_000), (SIGINT, 31_000)];
         assert_eq!(received(Launcher::Slurm, &signals), [Stop, Repeated, Abort]);
         let signals = [(SIGINT, 0), (SIGINT, 100), (SIGINT, 5000)];

@@ -1,4 +1,4 @@
-//! The table of a run's losses, with which it ends.
+//! The table of losses at the end of a run.
 
 use moh_checkpoint::run_log::Summary;
 use moh_checkpoint::run_log::label;
@@ -6,7 +6,7 @@ use moh_files::units::percent;
 use moh_program::table::aligned;
 
 /// Returns the table of a run's losses on all validation sets, with the fraction of the conversion loss that training
-/// recovered; empty without validation.
+/// recovered. The table is empty without validation.
 pub fn table(summary: &Summary) -> String {
     if summary.evaluations.is_empty() {
         return String::new();
@@ -63,13 +63,13 @@ mod tests {
             lines,
             [vec!["the", "model", "as", "loaded", "2.0000", "-"], vec!["code", "1.5000", "0.7500"]]
         );
-        // From here on another set is the first one.
+        // From here on another set is the first set.
         let later = Evaluation { set: Some("code".to_owned()), ..summary.evaluations[0].clone() };
         summary.evaluations.push(later);
         let shown = table(&summary);
         assert!(shown.contains("the model as loaded, text "), "{shown}");
         assert!(shown.contains("the model as loaded, code "), "{shown}");
-        // Columns stay in line beside the longest label.
+        // Columns stay aligned with the longest label.
         summary.evaluations[0].set = Some("a-set-with-a-name-of-many-letters".to_owned());
         let shown = table(&summary);
         let mut lengths = shown.lines().map(|line| line.chars().count());

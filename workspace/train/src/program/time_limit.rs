@@ -11,7 +11,7 @@ const MAX_SECONDS: u64 = 366 * 24 * 3600;
 
 /// Parses a length of time with units, such as `90m` or `1h30m` (d, h, m, s), or as Slurm writes times:
 /// `MINUTES:SECONDS`, `HOURS:MINUTES:SECONDS`, `DAYS-HOURS`, `DAYS-HOURS:MINUTES` and `DAYS-HOURS:MINUTES:SECONDS`.
-/// Fails with the expected forms if the text has none of them, or is zero or longer than a year.
+/// Fails if the text has another form, with the expected forms, or if the time is zero or longer than a year.
 pub(crate) fn parse_time_limit(text: &str) -> Result<Duration, String> {
     let seconds = if text.contains([':', '-']) { slurm(text) } else { with_units(text) };
     match seconds {
@@ -22,7 +22,7 @@ pub(crate) fn parse_time_limit(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Returns the seconds of a time with units, each of which occurs once, the largest first.
+/// Returns the seconds of a time with units. Each unit occurs at most once, the largest first.
 fn with_units(text: &str) -> Option<u64> {
     let mut units = [('d', 24 * 3600), ('h', 3600), ('m', 60), ('s', 1)].into_iter();
     let (mut rest, mut total) = (text, None);
@@ -59,7 +59,7 @@ fn slurm(text: &str) -> Option<u64> {
     })
 }
 
-/// Returns the limit of a run: of `asked`, which counts from `start`, and of a Slurm job the one that ends first.
+/// Returns the limit of a run: the earlier of `asked`, which counts from `start`, and the end of a Slurm job.
 pub(crate) fn time_limit(start: Instant, asked: Option<Duration>) -> Option<TimeLimit> {
     let asked = asked.map(|length| TimeLimit::new(start, length));
     let job = std::env::var(SLURM_END).ok().and_then(|end| job_left(&end, SystemTime::now()));
@@ -70,8 +70,8 @@ pub(crate) fn time_limit(start: Instant, asked: Option<Duration>) -> Option<Time
     }
 }
 
-/// Returns the time that a job with this end has left. `None` for an end that is no time or is past: it is that
-/// of another job, whose environment was kept.
+/// Returns the time that a job with this end has left. Returns `None` if the end is not a time or is past: then it
+/// belongs to another job, and the environment was kept.
 fn job_left(end: &str, now: SystemTime) -> Option<Duration> {
     let end = Duration::from_secs(end.trim().parse().ok()?);
     let since_epoch = now.duration_since(SystemTime::UNIX_EPOCH).ok()?;

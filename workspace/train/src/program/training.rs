@@ -42,7 +42,7 @@ pub(crate) fn train(
     if let Some(text) = moved.filter(|_| launch.rank == 0) {
         exit::stderr_line(format_args!("{text}"));
     }
-    // Opened first: a missing device then leaves no run directory, and makes no other rank wait.
+    // Opened first, so that a missing device creates no run directory and lets no other rank wait.
     let device = open_device(&recipe, path, launch.local_rank)?;
     let rank = launch.rank;
     let options = WorldOptions {
@@ -86,8 +86,8 @@ pub(crate) fn train(
     }
 }
 
-/// Sets `run.dir` of a run's own recipe, which may be named by a link, to the directory of the run, wherever it was
-/// moved, unless the command sets it. Returns a sentence if the recipe has another directory.
+/// Sets `run.dir` of a run's own recipe to the run's directory, wherever it was moved, unless the command sets
+/// `run.dir`. A link may name the recipe. Returns a sentence if the recipe has another directory.
 fn take_place(
     arguments: &Arguments,
     path: &Path,
@@ -115,7 +115,7 @@ fn take_place(
     )))
 }
 
-/// Refuses to trace steps beyond the run's last.
+/// Rejects a trace of steps beyond the run's last step.
 fn check_trace(arguments: &Arguments, recipe: &Recipe) -> anyhow::Result<()> {
     let (last, steps) = (arguments.trace.as_ref().map_or(0, TraceSteps::last), recipe.num_steps());
     if last > steps {
@@ -124,7 +124,7 @@ fn check_trace(arguments: &Arguments, recipe: &Recipe) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What the runs of one command have in common, as one rank.
+/// The data that all runs of one command share, on one rank.
 pub(crate) struct Session<'a> {
     pub(crate) arguments: &'a Arguments,
     /// The recipe's file.
@@ -133,7 +133,7 @@ pub(crate) struct Session<'a> {
     pub(crate) world: &'a World,
     pub(crate) stop: Arc<AtomicBool>,
     pub(crate) time_limit: Option<TimeLimit>,
-    /// The first rank's, which describes the machine.
+    /// The first rank's processor, for `machine.json`; empty on other ranks.
     processor: String,
     /// Prints a sentence at once, above the progress of the run.
     say: Arc<Mutex<Say>>,
@@ -163,8 +163,8 @@ impl<'a> Session<'a> {
         self.world.rank() == 0
     }
 
-    /// Runs or resumes `recipe`, where it begins from the stages of its `parent`. Errors name
-    /// `command` with other keys. Returns whether it had finished before, and its results.
+    /// Runs or resumes `recipe`. A new run starts after the stages of its `parent`. Errors suggest `command` with other
+    /// keys. Returns whether the run had finished before, and its results.
     pub(crate) fn run(
         &self,
         recipe: &mut Recipe,
@@ -232,7 +232,7 @@ impl<'a> Session<'a> {
     }
 }
 
-/// What is said while no run is under way: on the first rank, a line of the terminal.
+/// Returns the printer while no run is in progress: on the first rank, it prints a line to the terminal.
 fn say_between_runs(world: &World) -> Say {
     match world.rank() {
         0 => Box::new(|text| exit::stderr_line(format_args!("{text}"))),
@@ -240,7 +240,7 @@ fn say_between_runs(world: &World) -> Say {
     }
 }
 
-/// What is said now. A thread that has panicked leaves it whole.
+/// Locks the current printer, also after a panic in another thread, which does not damage it.
 fn hold(say: &Mutex<Say>) -> MutexGuard<'_, Say> {
     say.lock().unwrap_or_else(PoisonError::into_inner)
 }

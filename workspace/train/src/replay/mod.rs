@@ -1,5 +1,5 @@
-//! The replay of one step of a run, to find why its numbers are bad: from the newest checkpoint before it,
-//! without the step's update and without a change to the run directory.
+//! The replay of one step of a run, to find why its numbers are bad. It starts from the newest checkpoint before the
+//! step, does not apply the step's update, and does not change the run directory.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -45,7 +45,7 @@ pub struct Replay {
     pub result: StepResult,
     /// Its learning rate.
     pub learning_rate: f64,
-    /// The limits within which it is applied.
+    /// The limits within which the step is applied.
     pub limits: Limits,
     /// The residual stream in each block, over all micro-batches.
     pub blocks: Vec<BlockMagnitudes>,
@@ -64,22 +64,22 @@ pub struct SampleSource {
     pub number: u64,
     /// The token file, without its endings.
     pub path: PathBuf,
-    /// Positions of its tokens in the file; the last one is only a target.
+    /// Positions of its tokens in the file. The last token is only a target.
     pub tokens: Range<u64>,
-    /// The documents of the file that these tokens are of.
+    /// The documents of the file that contain these tokens.
     pub documents: Range<u64>,
 }
 
-/// Replays step `step` of the run in `run`, whose recipe is `recipe`; messages name it `path`. `directory`
-/// is the local directory of its `[model] from`, which is needed only if the step is repeated from the initial
-/// model or the run does not keep its model.
+/// Replays step `step` of the run in `run`. Errors name its `recipe` by `path`. `directory` is the local directory of
+/// `[model] from`. It is needed only if the step is replayed from the initial model, or if the run does not keep its
+/// model.
 ///
-/// One process does the work of all ranks. The sums of a run on several ranks have another order, so its
-/// values agree up to rounding. Whole blocks are not recomputed: their activations are wanted.
+/// One process does the work of all ranks. A run on several ranks sums in another order, so its values agree up to
+/// rounding. Whole blocks are not recomputed, because their activations are measured.
 ///
 /// # Errors
-/// Fails if the run does not have the step, if it mixes its sources in the order of another version, if a file
-/// is missing or damaged, or if the device fails, as when the model does not fit its memory.
+/// Fails if the run does not have the step, or mixes its sources in the order of another version. Fails if a file is
+/// missing or damaged, or if the device fails, as when the model does not fit its memory.
 pub fn replay(
     run: &RunDirectory,
     mut recipe: Recipe,
@@ -118,13 +118,13 @@ fn no_such_step(run: &Path, step: u64, steps: u64) -> Error {
     moh_files::unusable(run, format!("has no step {step}: use 1 to {steps}")).into()
 }
 
-/// Returns the step of the checkpoint from which [`replay`] repeats the run; 0 for the initial model.
+/// Returns the step of the checkpoint from which [`replay`] starts; 0 for the initial model.
 pub fn replay_from(run: &RunDirectory, step: u64) -> Result<u64> {
     let stored = newest_before(run, step)?;
     Ok(stored.map_or(0, |stored| stored.manifest().state.step))
 }
 
-/// Returns the newest checkpoint before a step; its tensors are checked when they are read.
+/// Returns the newest checkpoint before a step. Its tensors are checked when they are read.
 fn newest_before(run: &RunDirectory, step: u64) -> Result<Option<StoredCheckpoint>> {
     let found = run.checkpoint_steps()?.into_iter().rfind(|&found| found < step);
     Ok(found.map(|found| run.stored(found)).transpose()?)
@@ -202,10 +202,10 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         Ok(Replayer { job, model, optimizer, state })
     }
 
-    /// Takes the steps of the current stage up to the one that is replayed, if it is one of them.
+    /// Runs the steps of the current stage. If the replayed step is one of them, measures it and returns the replay.
     fn advance<G: Element>(&mut self) -> Result<Option<Replay>> {
         let recipe = self.job.recipe;
-        // The step is one of the recipe's, so a stage is left.
+        // The step is one of the recipe's, so a stage remains.
         let Some(stage) = recipe.stages.get(self.state.stage) else {
             return Err(no_such_step(&recipe.run.dir, self.job.step, recipe.num_steps()));
         };
@@ -236,7 +236,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         Ok(None)
     }
 
-    /// Sets the attention with which a stage begins, and what its calibration has chosen.
+    /// Sets the attention with which a stage starts, and applies the result of its calibration.
     fn convert(&mut self, stage: &Stage) -> Result<()> {
         let Job { run, recipe, source, .. } = &self.job;
         let before = self.model.config().moh.clone();
@@ -259,7 +259,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         record.apply(run, &mut self.model, &mut self.optimizer)
     }
 
-    /// Gives the model another attention, and matrices of zeros that its router needs.
+    /// Sets another attention of the model. Matrices that its router adds are zeros.
     fn set_attention(&mut self, moh: Option<MohConfig>) -> Result<()> {
         let added = self.model.config().added_tensors(moh.as_ref())?;
         if added.is_empty() {

@@ -1,5 +1,5 @@
-//! The second phase of a run: the first rank locks its directory and compares the recipe with that of an
-//! earlier run in it.
+//! The second phase of a run: the first rank locks its directory, and compares the recipe with the recipe of an earlier
+//! run in it.
 
 use moh_checkpoint::run_directory::{RunDirectory, RunLock, branch};
 use moh_checkpoint::run_log::Summary;
@@ -11,7 +11,7 @@ use super::resolve::Resolved;
 use crate::trainer::check_resumable;
 use crate::{Error, Event, Result};
 
-/// A run whose directory the first rank has locked.
+/// A run with a directory that the first rank has locked.
 pub(super) struct LockedRun<'a, B: Backend> {
     pub resolved: Resolved<'a, B>,
     pub state: DirectoryState,
@@ -31,8 +31,8 @@ pub(super) struct DirectoryState {
 }
 
 impl<'a, B: Backend> Resolved<'a, B> {
-    /// Locks the run directory, and begins a run that continues another one. Returns the summary of an earlier run that
-    /// has left nothing to do.
+    /// Locks the run directory, and starts a run that continues another run. Returns the summary of an earlier run that
+    /// has finished.
     pub fn lock(
         mut self,
         events: &mut dyn FnMut(Event<'_>),
@@ -52,7 +52,7 @@ impl<'a, B: Backend> Resolved<'a, B> {
 }
 
 impl Job<'_> {
-    /// Locks the run directory, and compares the recipe with that of an earlier run in it. On the first
+    /// Locks the run directory, and compares the recipe with the recipe of an earlier run in it. Called on the first
     /// rank.
     fn lock_and_check(
         &self,

@@ -1,6 +1,5 @@
 //! Starts a run, in three phases: its recipe is resolved (`resolve.rs`), its directory is locked and checked
-//! (`lock.rs`), and its remaining steps are trained (`train.rs`). Each phase takes the result of the
-//! one before it.
+//! (`lock.rs`), and its remaining steps are trained (`train.rs`). Each phase uses the result of the phase before it.
 
 mod lock;
 mod resolve;
@@ -27,35 +26,35 @@ pub(crate) use self::train::types;
 
 static NO_STEPS: TraceSteps = TraceSteps::NONE;
 
-/// How a run is started and stopped.
+/// Options to start and stop a run.
 #[derive(Debug, Clone, Copy)]
 pub struct RunOptions<'a> {
-    /// Setting it on any rank ends the run after the current step, or within the evaluation, the check of
-    /// its inputs or the export that it is at, with a checkpoint if it has taken a step.
+    /// If set on any rank, the run ends after the current step, or within an evaluation, the check of its inputs or the
+    /// export. It ends with a checkpoint if it has done a step.
     pub stop: &'a AtomicBool,
-    /// The steps of which each rank writes a timeline.
+    /// The steps for which each rank writes a timeline.
     pub trace: &'a TraceSteps,
-    /// Renames the run directory of an earlier run, and begins again.
+    /// Renames the run directory of an earlier run, and starts a new run.
     pub begin_anew: bool,
     /// Resumes from the checkpoint of this step, counted over all stages, and moves later checkpoints aside.
     pub resume_step: Option<u64>,
     /// The run stops with a checkpoint before this limit ends, by the first rank's clock.
     pub time_limit: Option<TimeLimit>,
-    /// Tells the free bytes of a file system: for tests.
+    /// Returns the free bytes of a file system. Tests replace it.
     #[doc(hidden)]
     pub free_space: FreeSpace,
-    /// The run that has trained the recipe's first stages: a run whose directory is absent or empty continues
-    /// it, with its checkpoints and logs as its own.
+    /// The run that has trained the recipe's first stages. If the run directory is missing or empty, the run continues
+    /// this parent, with the parent's checkpoints and logs as its own.
     pub parent: Option<&'a RunDirectory>,
     /// The name of the first rank's processor, for `machine.json`; empty if it is not known.
     pub processor: &'a str,
-    /// The command that started the program, for errors that name another one; if it is empty, that of the recipe
-    /// alone.
+    /// The command that started the program, for errors that suggest a command. If it is empty, the command of the
+    /// recipe alone is used.
     pub command: &'a str,
 }
 
 impl<'a> RunOptions<'a> {
-    /// Resumes an earlier run from its newest checkpoint, traces no steps, and has no time limit.
+    /// Returns options that resume an earlier run from its newest checkpoint, trace no steps, and have no time limit.
     pub fn new(stop: &'a AtomicBool) -> Self {
         RunOptions {
             stop,
@@ -71,17 +70,16 @@ impl<'a> RunOptions<'a> {
     }
 }
 
-/// Runs `recipe`, or resumes it if its run directory has checkpoints. Errors name the recipe
-/// `path`; `directory` is the local directory of its `[model] from`, which a run that
-/// [keeps its model](RunDirectory::keeps_model) does not need. All ranks of `world` call this
-/// function with the same recipe and share each step's micro-batches; the first rank writes the run
-/// directory and receives the events.
+/// Runs `recipe`, or resumes it if its run directory has checkpoints. Errors name the recipe by `path`. `directory` is
+/// the local directory of its `[model] from`, which a run that [keeps its model](RunDirectory::keeps_model) does not
+/// need. All ranks of `world` call this function with the same recipe, and share each step's micro-batches. The first
+/// rank writes the run directory and receives the events.
 ///
 /// # Errors
-/// Fails if the recipe, the model, the data or the run directory is invalid, if the run directory is not empty and no
-/// run's, or is moved or removed while the run trains, if the device or another rank fails, if a run that has
-/// completed checkpoints has none left, if it has none of the step to resume from, if as many steps in a row are not
-/// applied as `guard.patience` says, or if the last checkpoint cannot be written.
+/// Fails if the recipe, the model, the data or the run directory is invalid, or if the device or another rank fails.
+/// Fails if the run directory has files but is not a run's, or if it is moved or removed while the run trains. Fails if
+/// no completed checkpoint is left, or if the checkpoint of the step to resume from is missing. Fails if
+/// `guard.patience` steps in a row are not applied, or if the last checkpoint cannot be written.
 pub fn run(
     recipe: &mut Recipe,
     path: &Path,
@@ -117,7 +115,7 @@ impl OnDevice for Start<'_> {
     }
 }
 
-/// The inputs of a run beside its recipe.
+/// The inputs of a run besides its recipe.
 struct Job<'a> {
     path: &'a Path,
     directory: Option<&'a Path>,

@@ -13,18 +13,18 @@ use crate::run_data::RunData;
 use crate::teacher::Teachers;
 use crate::{Error, ModelSource, Result};
 
-/// A run whose recipe is resolved, and whose directory nobody holds yet.
+/// A run with a resolved recipe, before its directory is locked.
 pub(super) struct Resolved<'a, B: Backend> {
     pub job: &'a Job<'a>,
     pub ranks: Ranks<B>,
     pub run: RunDirectory,
     pub recipe: &'a Recipe,
     pub source: ModelSource,
-    /// A finished run does not need its data.
+    /// The data, which a finished run does not need.
     pub data: Result<RunData>,
-    /// Nor its teachers.
+    /// The teachers, which a finished run does not need.
     pub teachers: Result<Teachers>,
-    /// The run that this one continues.
+    /// The run that this run continues.
     pub parent: Option<&'a RunDirectory>,
     /// The step of the checkpoint to resume from, if not the newest.
     pub resume_step: Option<u64>,
@@ -51,7 +51,7 @@ impl<'a, B: Backend> Resolved<'a, B> {
         resolve_origin(recipe, resumed, &mut ranks)?;
         let opened = job.open(recipe, parent);
         let (source, data, teachers) = ranks.agree(opened)?;
-        // Steps count from 1; the first rank's option counts.
+        // Steps start at 1. The first rank's option applies.
         let resume_step =
             ranks.rank0_computes::<Error>(|| Ok(job.options.resume_step.unwrap_or(0) as f64))?;
         let resume_step = Some(resume_step as u64).filter(|&step| step > 0);
@@ -63,10 +63,10 @@ impl<'a, B: Backend> Resolved<'a, B> {
     }
 }
 
-/// What a run reads.
+/// The inputs of a run.
 type Opened = (ModelSource, Result<RunData>, Result<Teachers>);
 
-/// Fails on all ranks if a rank on which `matters` holds has an error.
+/// Fails on all ranks if a rank with `matters` has an error.
 fn agree_if<B: Backend, R>(
     ranks: &mut Ranks<B>,
     result: Result<R>,
@@ -79,7 +79,7 @@ fn agree_if<B: Backend, R>(
 }
 
 impl Job<'_> {
-    /// Fails if the directory of a new run has what the run reads, or lies in a model that it reads.
+    /// Fails if the directory of a new run contains an input of the run, or lies in a model that the run reads.
     fn check_inputs(&self, run: &RunDirectory, recipe: &Recipe) -> Result<()> {
         let model = &recipe.model;
         let origin = model.from.as_deref().and_then(CheckpointName::parse);
@@ -133,8 +133,8 @@ impl Job<'_> {
         Err(moh_files::unusable(self.path, reason).into())
     }
 
-    /// Opens the model, of a run that begins where its `parent` ends as that keeps it, the data and the teachers;
-    /// errors of the latter two are reported later.
+    /// Opens the model, the data and the teachers. If this run or its `parent` keeps the model, opens the kept model.
+    /// Errors of the data and the teachers are reported later.
     fn open(&self, recipe: &mut Recipe, parent: Option<&RunDirectory>) -> Result<Opened> {
         for stage in &recipe.stages {
             self.check_parallel(stage)?;
@@ -155,8 +155,8 @@ impl Job<'_> {
     }
 }
 
-/// Adds the step to a `model.from` that is a run without one: that of the newest good checkpoint, or, in a
-/// resumed run, the step with which it began.
+/// Adds the step to a `model.from` that names a run without a step. It is the step of the newest good checkpoint or, in
+/// a resumed run, the step with which the run started.
 fn resolve_origin<B: Backend>(
     recipe: &mut Recipe,
     resumed: Option<&RunDirectory>,
@@ -172,7 +172,7 @@ fn resolve_origin<B: Backend>(
     Ok(())
 }
 
-/// Adds the step with which `run` began to a `model.from` that is a run without one.
+/// Adds the step with which `run` started to a `model.from` that names a run without a step.
 pub(crate) fn adopt_origin(recipe: &mut Recipe, run: &RunDirectory) -> Result<()> {
     let stored = run.stored_recipe()?.model.from;
     let is_its_step =

@@ -19,8 +19,8 @@ use crate::trainer::{Inputs, train, warn_of_edited};
 use crate::{Error, Event, Outcome, Result, disk_space};
 
 impl<B: Backend + Clone> LockedRun<'_, B> {
-    /// Compares the inputs of a finished run with those that it was started with, and stores its recipe. While the
-    /// recipe names the same ones, the data may be gone.
+    /// Compares the inputs of a finished run with its first inputs, and stores its recipe. While the recipe names the
+    /// same inputs, the data may be missing.
     pub fn check_finished(self, events: &mut dyn FnMut(Event<'_>)) -> Result<InputCheck> {
         let LockedRun { resolved, state } = self;
         let Resolved { job, mut ranks, run, recipe, source, data, teachers, .. } = resolved;
@@ -93,8 +93,8 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
 }
 
 impl Job<'_> {
-    /// Writes what a run directory has before the first step; returns where a recipe is that a user has edited. On
-    /// the first rank.
+    /// Writes the files that a run directory has before the first step. Returns the new path of a recipe that a user
+    /// has edited. Called on the first rank.
     fn prepare_directory(
         &self,
         run: &RunDirectory,

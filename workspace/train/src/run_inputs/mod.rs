@@ -1,7 +1,6 @@
-//! What a run reads beside its recipe, by content. The record, `inputs.json` of the run directory, is
-//! written when the run starts. A run that resumes must find the same content, wherever it lies now. Token ids
-//! outside the vocabulary are found here, before the first step, unless the record or a file's type or
-//! `PREFIX.json` proves that there are none.
+//! The inputs of a run besides its recipe, by content. The record, `inputs.json` of the run directory, is written when
+//! the run starts. A run that resumes must find the same content, at any path. Token ids outside the vocabulary are
+//! found here, before the first step. Files are skipped if the record, their type or `PREFIX.json` proves their ids.
 
 pub(crate) mod model_files;
 mod record;
@@ -23,13 +22,13 @@ use crate::run_data::RunData;
 use crate::teacher::Teachers;
 use crate::{Error, Event, ModelSource, Result};
 
-/// A run whose inputs are compared with its record.
+/// A run, to compare its inputs with its record.
 pub(crate) struct RunInputs<'a> {
     pub run: &'a RunDirectory,
     pub recipe: &'a Recipe,
     pub source: &'a ModelSource,
     pub data: &'a RunData,
-    /// `None` if they are not read, for a run that has finished.
+    /// `None` if they are not read, in a run that has finished.
     pub teachers: Option<&'a Teachers>,
     /// Whether the run has completed a checkpoint, which makes other inputs an error; on the first rank.
     pub resumes: bool,
@@ -40,15 +39,15 @@ pub(crate) struct RunInputs<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum InputCheck {
     Passed,
-    /// The run was asked to stop before that was known.
+    /// The run was asked to stop during the check.
     Stopped,
 }
 
 impl RunInputs<'_> {
-    /// Compares the inputs with the record of a run that resumes, writes the record, and reads the files whose ids are
-    /// not known to be in the vocabulary. All ranks call it; the first one calls `events`. Returns a hash of the
-    /// content of each validation set; `None` if the run was asked to stop. Fails with the first file of training of
-    /// other content, or the first id outside the vocabulary.
+    /// Compares the inputs with the record of a run that resumes, and writes the record. Checks ids that are not known
+    /// to be in the vocabulary. All ranks call this, and the first rank calls `events`. Returns a hash of the content
+    /// of each validation set, or `None` if the run was asked to stop. Fails with the first training file of other
+    /// content, or with the first id outside the vocabulary.
     pub(crate) fn settle<B: Backend>(
         &self,
         ranks: &mut Ranks<B>,
@@ -65,9 +64,9 @@ impl RunInputs<'_> {
         token_files::share_contents(ranks, sets).map(Some)
     }
 
-    /// Compares the inputs of a run that has no work to do with its record, and records their paths; nothing without a
-    /// record. All ranks call it; the first one calls `events`. Fails as [`Self::settle`], but for ids, which are not
-    /// read.
+    /// Compares the inputs of a run that has no work to do with its record, and records their paths. Does nothing
+    /// without a record. All ranks call this, and the first rank calls `events`. Fails as [`Self::settle`], except for
+    /// ids, which are not read.
     pub(crate) fn compare<B: Backend>(
         &self,
         ranks: &mut Ranks<B>,
@@ -83,7 +82,7 @@ impl RunInputs<'_> {
         Ok(InputCheck::Passed)
     }
 
-    /// Compares the token files with the stored record, and writes the new one. On the first rank.
+    /// Compares the token files with the stored record, and writes the new record. Called on the first rank.
     fn record(
         &self,
         files: &[(String, &TokenFile)],
@@ -132,10 +131,10 @@ impl RunInputs<'_> {
             let (path, content) = (file.prefix().to_owned(), found.content.clone());
             (key.clone(), FileRecord { path, content, ids_below: known(found) })
         });
-        // Those of `model/`, which a tokenizer of the same content does not replace.
+        // The files of `model/` stay: a tokenizer of the same content does not replace them.
         let (model_files, weights) = match &stored {
             Some(stored) if self.resumes => (stored.model_files.clone(), stored.weights.clone()),
-            // Not known to be those that the run was started with.
+            // The weights that the run was started with are not known.
             None if self.resumes => (model.hashes(), None),
             _ => (model.hashes(), weights),
         };
@@ -150,7 +149,7 @@ impl RunInputs<'_> {
         Ok(record)
     }
 
-    /// Reads the files whose ids are not known to be in the vocabulary; `record` is the first rank's.
+    /// Reads the files with ids that are not known to be in the vocabulary; `record` is the first rank's.
     fn check_ids<B: Backend>(
         &self,
         ranks: &mut Ranks<B>,
@@ -187,7 +186,7 @@ impl RunInputs<'_> {
     }
 }
 
-/// Warnings of validation sets whose token file is one of those of training, by content.
+/// Returns warnings for validation sets with the content of a training file.
 fn trained_and_validated(files: &[(String, &TokenFile)], found: &[TokenFileState]) -> Vec<String> {
     let all = files.iter().zip(found).map(|((key, file), found)| (key, file, &found.content));
     let (sources, sets): (Vec<_>, Vec<_>) = all.partition(|(key, ..)| !is_below(key, VALIDATION));

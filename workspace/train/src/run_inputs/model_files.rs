@@ -1,6 +1,6 @@
-//! What resuming needs of a run's model beside the checkpoint: its configuration, its tokenizers and the
-//! files that an export copies or that its card is written from. They are kept in `model/` of the run
-//! directory, so that a run resumes without its initial weights, and without the hub.
+//! The files of a run's model that resuming needs besides the checkpoint: its configuration, its tokenizers, the files
+//! that an export copies, and the sources of its card. They are stored in `model/` of the run directory, so that a run
+//! resumes without its initial weights, and without the hub.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -31,13 +31,13 @@ impl ModelFiles {
         let mut files = BTreeMap::new();
         if let Some(directory) = source.directory.as_deref() {
             let (path, key) = (directory.join(CONFIG_FILE), "model.from");
-            // As the model was read, which may differ from its file in whether it is tied.
+            // The configuration as read: whether the model is tied may differ from the file.
             let fields = &source.config_file().fields;
             let mut bytes = serde_json::to_vec_pretty(fields)
                 .map_err(|error| moh_files::io(&path)(error.into()))?;
             bytes.push(b'\n');
             files.insert(CONFIG_FILE.to_owned(), ModelFile { path, key, bytes });
-            // A run that was the origin may have kept no files.
+            // An origin that is a run may not have kept files.
             if directory.is_dir() {
                 let tokenizer = source.first_tokenizer.as_deref().unwrap_or(directory);
                 add_companions(&mut files, directory, tokenizer, "", key)?;
@@ -61,9 +61,8 @@ impl ModelFiles {
         files.map(|(name, file)| (name.clone(), hash(file))).collect()
     }
 
-    /// Compares the files with those that the run recorded in `record` and keeps in the directory `kept`, and returns a
-    /// sentence for each tokenizer whose bytes are others and whose content is the same. Fails with the first file of
-    /// other content.
+    /// Compares the files with their hashes in `record`, and with the files in the directory `kept`. Returns a sentence
+    /// for each tokenizer with other bytes but the same content. Fails with the first file of other content.
     pub(super) fn check(
         &self,
         recorded: &BTreeMap<String, String>,
@@ -102,8 +101,8 @@ impl ModelFiles {
         Ok(remarks)
     }
 
-    /// Returns the tokenizer that is the file `name`, and the one that the run keeps; `None` if the file is no
-    /// tokenizer, or the kept one is not the recorded one.
+    /// Returns the tokenizer in the file `name`, and the tokenizer that the run keeps. Returns `None` if the file is
+    /// not a tokenizer, or if the kept tokenizer is not the recorded one.
     fn tokenizers(
         &self,
         name: &str,
@@ -120,7 +119,7 @@ impl ModelFiles {
         Some((TokenizerFile::load(&self.files.get(name)?.path).ok()?, before))
     }
 
-    /// Writes the files to `place`, complete or not at all; nothing if there are none.
+    /// Writes the files to `place`, complete or not at all. Without files, removes `place`.
     pub(super) fn write(&self, place: &Path) -> Result<()> {
         if self.files.is_empty() {
             return Ok(moh_files::remove_directory(place).map_err(moh_files::io(place))?);
@@ -135,7 +134,7 @@ impl ModelFiles {
     }
 }
 
-/// Adds what the card of an export says of the source, and the terms of its licence.
+/// Adds the source's part of an export's card, and the terms of its licence.
 fn add_card(
     files: &mut BTreeMap<String, ModelFile>,
     source: &ModelSource,
@@ -153,7 +152,7 @@ fn add_card(
     Ok(())
 }
 
-/// Adds the generation files of a directory and the tokenizer of another under names that start with
+/// Adds the generation files of a directory and the tokenizer of another directory, under names that start with
 /// `prefix`.
 fn add_companions(
     files: &mut BTreeMap<String, ModelFile>,

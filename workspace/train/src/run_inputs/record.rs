@@ -14,7 +14,7 @@ use super::token_files::TokenFileState;
 use crate::{Error, Result};
 use moh_files::unless_missing;
 
-/// Begins the keys of the validation sets' files.
+/// The prefix of the keys of the validation sets' files.
 pub(super) const VALIDATION: &str = "data.validation";
 const FORMAT: u32 = 1;
 /// Maximum bytes of a record: tens of thousands of token files.
@@ -31,11 +31,11 @@ pub(crate) struct Record {
     /// blake3 of the files of `model/`, by name.
     #[serde(default)]
     pub(super) model_files: BTreeMap<String, String>,
-    /// What tells the weights that the run was started with from others; `None` if they are new, and in files of
-    /// earlier versions.
+    /// The identity of the weights that the run was started with; `None` if they are new, and in files of earlier
+    /// versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) weights: Option<String>,
-    /// What tells the stages' teachers from others, by their keys in the recipe.
+    /// The identities of the stages' teachers, by their keys in the recipe.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(super) teachers: BTreeMap<String, String>,
 }
@@ -44,16 +44,15 @@ pub(crate) struct Record {
 pub(crate) struct FileRecord {
     /// The path without endings.
     pub path: PathBuf,
-    /// What identifies its content.
+    /// The sizes and hashes of its content.
     pub content: TokenFileContent,
-    /// A number that all ids are below; null if they have not been read.
+    /// A number above all ids; null if the ids have not been read.
     #[serde(default)]
     pub ids_below: Option<u64>,
 }
 
 impl Record {
-    /// Returns the record of these token files, of the model's files with these hashes, of its weights and of the
-    /// teachers.
+    /// Returns the record of these token files, the model files' hashes, the weights and the teachers.
     pub(crate) fn new(
         token_files: BTreeMap<String, FileRecord>,
         model_files: BTreeMap<String, String>,
@@ -64,7 +63,7 @@ impl Record {
         Record { format: FORMAT, order_version, token_files, model_files, weights, teachers }
     }
 
-    /// Returns the record at `path`; `None` if it is missing, or cannot be used and is not `needed`.
+    /// Reads the record at `path`. Returns `None` if it is missing, or if it cannot be used and is not `needed`.
     pub(crate) fn of_run(path: &Path, needed: bool) -> Result<Option<Self>> {
         match Self::read(path) {
             Err(error) if needed => Err(error),
@@ -102,7 +101,7 @@ impl Record {
         }
     }
 
-    /// What is known of the ids of a file with this content, at any path.
+    /// Returns a number above all ids of a file with this content, at any path, if it is recorded.
     pub(super) fn ids_below(&self, content: &TokenFileContent) -> Option<u64> {
         self.token_files.values().find(|file| file.content == *content)?.ids_below
     }
@@ -111,7 +110,7 @@ impl Record {
         self.token_files.get(key)
     }
 
-    /// Records that all ids of a key's file, and of others of the same content, are below a number.
+    /// Records that all ids of a key's file, and of other files with the same content, are below a number.
     pub(super) fn set_ids_below(&mut self, key: &str, ids_below: u64) {
         let Some(content) = self.token_files.get(key).map(|file| file.content.clone()) else {
             return;
@@ -121,7 +120,7 @@ impl Record {
         }
     }
 
-    /// Returns the validation sets, by their keys, that have other content than recorded under the same key.
+    /// Returns the keys of validation sets with other content than recorded.
     pub(super) fn changed_sets<'a>(
         &self,
         files: &'a [(String, &TokenFile)],
@@ -142,8 +141,8 @@ impl Record {
         Ok(moh_files::write(path, &text).map_err(moh_files::io(path))?)
     }
 
-    /// Fails if the weights of `model.from`, where they are read, or a teacher of `recipe` are others than recorded; `path`
-    /// is the record's.
+    /// Fails if a teacher of `recipe`, or the weights of `model.from` where they are read, differ from the record at
+    /// `path`.
     pub(super) fn check_models(
         &self,
         path: &Path,
@@ -168,7 +167,7 @@ impl Record {
         Ok(())
     }
 
-    /// Fails with the first token file of training of other content than recorded; `path` is the record's.
+    /// Fails with the first training file that differs from the record at `path`.
     pub(super) fn check_training_files(
         &self,
         path: &Path,
@@ -176,7 +175,7 @@ impl Record {
         found: &[TokenFileState],
     ) -> Result<()> {
         for ((key, file), found) in files.iter().zip(found) {
-            // The recipe's other keys are compared before: the sources are as many as they were.
+            // The recipe's other keys were compared before: the number of sources is unchanged.
             let recorded = self.token_files.get(key).filter(|_| !is_below(key, VALIDATION));
             let Some(FileRecord { content, .. }) = recorded else { continue };
             let (ending, difference) = match (content, &found.content) {
@@ -199,7 +198,7 @@ impl Record {
     }
 }
 
-/// Returns the error of an input, a file or directory, of other content than `record` has for its key.
+/// Returns the error of an input, a file or directory, that differs from the content of its key in `record`.
 pub(super) fn input_changed(input: &Path, key: &str, difference: &str, record: &Path) -> Error {
     let reason = format!(
         "{key} is not the file that the run was started with ({difference}), as {} records: put that file back or name \

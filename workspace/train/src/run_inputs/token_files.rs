@@ -1,5 +1,5 @@
-//! The content of a run's token files, read by all ranks: in shares of files, and, to find ids outside the vocabulary before
-//! training starts, in short rounds through one file, between which a run can be stopped.
+//! The content of a run's token files, read by all ranks. Each rank reads a share of the files. To find ids outside the
+//! vocabulary before training starts, all ranks read one file in short rounds. A run can be stopped between rounds.
 
 use std::ops::Range;
 use std::path::Path;
@@ -15,12 +15,13 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct TokenFileState {
     pub content: TokenFileContent,
-    /// A number that all ids are proven to be below; see [`TokenFile::ids_below`].
+    /// A number that is proven to be above all ids; see [`TokenFile::ids_below`].
     pub ids_below: Option<u64>,
 }
 
-/// Every file, on the first rank; empty on the others. Each rank reads its share. `None` if a rank was asked to stop.
-/// Fails if a file's `PREFIX.json` describes other content, or if another rank has failed.
+/// Returns the state of every file on the first rank, and an empty list on other ranks. Each rank reads its share.
+/// Returns `None` if a rank was asked to stop. Fails if a file's `PREFIX.json` describes other content, or if another
+/// rank has failed.
 pub(super) fn find<B: Backend>(
     ranks: &mut Ranks<B>,
     files: &[(String, &TokenFile)],
@@ -51,12 +52,12 @@ pub(super) fn find<B: Backend>(
         let share: Vec<TokenFileState> = serde_json::from_slice(&text).map_err(exchanged)?;
         shares.push(share.into_iter());
     }
-    // File i is the next one of rank i % size.
+    // File i is the next file of rank i % size.
     let in_order = (0..files.len()).map(|index| shares.get_mut(index % size)?.next());
     Ok(Some(in_order.map_while(|found| found).collect()))
 }
 
-/// Returns a hash of the content of each of the files `found` on the first rank, on all ranks.
+/// Returns on all ranks a hash of the content of each file that the first rank has `found`.
 pub(super) fn share_contents<B: Backend>(
     ranks: &mut Ranks<B>,
     found: &[TokenFileState],
@@ -71,7 +72,7 @@ pub(super) fn share_contents<B: Backend>(
     };
     let text = text.map(|hashes| hashes.join(" ").into_bytes());
     let shared = ranks.first_that_has(text)?.unwrap_or_default();
-    // Digits and spaces.
+    // The text has only hexadecimal digits and spaces.
     Ok(String::from_utf8_lossy(&shared).split_whitespace().map(str::to_owned).collect())
 }
 
@@ -82,9 +83,9 @@ fn exchanged(error: serde_json::Error) -> Error {
 /// Tokens that a rank reads in a round: a fraction of a second at a disk's speed, seconds at a slow network's.
 const ROUND_TOKENS: u64 = 1 << 24;
 
-/// Returns the number of ids up to the largest in `file`, whose own limit is the vocabulary; `None` if `stop` was set
-/// on a rank. `progress` hears the tokens that were read. Fails with the first id outside the vocabulary that the first
-/// rank with one has found, and if another rank has failed.
+/// Returns the largest id in `file` plus 1, or `None` if `stop` was set on a rank. The file's own limit is the
+/// vocabulary. Calls `progress` with the number of tokens read. Fails with the first id outside the vocabulary of the
+/// first rank that has found one, or if another rank has failed.
 pub(super) fn scan<B: Backend>(
     ranks: &mut Ranks<B>,
     file: &TokenFile,
@@ -110,7 +111,7 @@ pub(super) fn scan<B: Backend>(
     Ok(Some(largest as u64 + 1))
 }
 
-/// What a rank reads of the rest of a file in this round.
+/// Returns the tokens that a rank reads of the rest of a file in this round.
 fn share(rest: Range<u64>, rank: u64) -> Range<u64> {
     let start = rest.start.saturating_add(ROUND_TOKENS.saturating_mul(rank)).min(rest.end);
     start..start.saturating_add(ROUND_TOKENS).min(rest.end)

@@ -24,7 +24,7 @@ pub(super) type Losses = BTreeMap<String, Validation>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Evaluated {
     Yes,
-    /// A rank was asked to stop; nothing is recorded, and the run that continues makes the evaluation.
+    /// A rank was asked to stop. Nothing is recorded, and the resumed run makes the evaluation.
     Stopped,
 }
 
@@ -65,9 +65,9 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         last || (set.every_steps > 0 && self.state.step.is_multiple_of(set.every_steps))
     }
 
-    /// Returns the losses of the validation sets that are `due`, in the recipe's order; writes their
-    /// routings at this moment of `stage`, which the loaded model does not have. `None`, with nothing written,
-    /// if a rank was asked to stop.
+    /// Evaluates the validation sets that are `due`, in the recipe's order, and returns their losses. Writes their
+    /// routings at this moment of `stage`, which is `None` for the loaded model. If a rank was asked to stop, returns
+    /// `None` and writes nothing.
     pub(super) fn validate(
         &mut self,
         evaluator: &mut Option<Evaluator<B, T>>,
@@ -93,8 +93,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(Some(losses))
     }
 
-    /// Returns the loss of one set, and the routing of its tokens, over all ranks; `None` if one of them was asked
-    /// to stop.
+    /// Returns the loss of one set, and the routing of its tokens, over all ranks; `None` if a rank was asked to stop.
     fn evaluate_set(
         &mut self,
         evaluator: &mut Evaluator<B, T>,
@@ -124,7 +123,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let [cross_entropy, tokens, bytes] =
             self.ranks.sum([sums.cross_entropy, sums.tokens as f64, sums.bytes as f64])?;
         if !routing.layers.is_empty() {
-            // So are these.
+            // These counts are exact in f64 too.
             let mut sums: Vec<f64> = routing.sums().into_iter().map(|sum| sum as f64).collect();
             self.ranks.sum_all(&mut sums)?;
             routing.set_sums(sums.into_iter().map(|sum| sum as u64));
@@ -142,7 +141,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(Some((Validation { loss, bits_per_byte }, routing)))
     }
 
-    /// Refuses a model whose loss on a window of the training data is not finite, after updates that were too large.
+    /// Rejects a model with a loss on a window of the training data that is not finite, after updates that were too
+    /// large.
     pub(super) fn check_loss(&mut self) -> Result<()> {
         let Inputs { recipe, run, .. } = self.inputs;
         let windows = self.data.training_windows(recipe, self.model.config().vocab_size)?;
@@ -178,7 +178,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         if let Some(writer) = &mut self.routing
             && let Err(error) = writer.write(&lines)
         {
-            // A line may be torn: the file ends here, and a resumed run goes on after its last good line.
+            // A line may be torn: writing ends here, and a resumed run continues after the last good line.
             self.routing = None;
             let text = format!("{error}: routing is recorded again when the run is resumed");
             (self.events)(Event::Warning { text: &text });
@@ -192,9 +192,9 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         }
     }
 
-    /// Ends TensorBoard's curves after a failure to write them: a log does not end a run.
+    /// Stops writing TensorBoard's curves after a failure to write them: a log does not end a run.
     pub(super) fn give_up_board(&mut self, error: &moh_checkpoint::Error) {
-        // A record may be torn: the file ends here, and a resumed run begins another one.
+        // A record may be torn: writing ends here, and a resumed run starts another file.
         self.board = None;
         let text = format!("{error}: TensorBoard's curves go on when the run is resumed");
         (self.events)(Event::Warning { text: &text });

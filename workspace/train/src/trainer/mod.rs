@@ -31,7 +31,7 @@ use crate::run_data::RunData;
 use crate::teacher::Teachers;
 use crate::{Error, Event, ModelSource, Outcome, Result, TimeLimit};
 
-/// The inputs of a run beside the device and the other ranks.
+/// The inputs of a run besides the device and the other ranks.
 #[derive(Clone)]
 pub(crate) struct Inputs<'a> {
     pub recipe: &'a Recipe,
@@ -44,14 +44,14 @@ pub(crate) struct Inputs<'a> {
     pub time_limit: Option<TimeLimit>,
     /// The checkpoint to start from instead of the newest.
     pub resume_step: Option<u64>,
-    /// What the trainer before this one has left, if a stage needs another layout of ranks or other tensors.
+    /// The state of the trainer before, if a stage needs another layout of ranks or other tensors.
     pub left: Option<Left>,
 }
 
-/// What a trainer leaves to the next one before a stage begins.
+/// The state that a trainer passes to the next trainer before a stage starts.
 #[derive(Clone)]
 pub(crate) struct Left {
-    /// The state of the last checkpoint, and perhaps an evaluation that this lacks.
+    /// The state of the last checkpoint, possibly with an evaluation that the checkpoint lacks.
     state: RunState,
     /// The attention of the stage, if the model must be created with the matrices of its router.
     gets_matrices: Option<MohConfig>,
@@ -66,7 +66,7 @@ struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     /// The parallelism that the groups were created for.
     parallel: ParallelOptions,
     events: &'e mut dyn FnMut(Event<'_>),
-    /// The attention with which the weights were trained, until a stage begins with another one.
+    /// The attention with which the weights were trained, until a stage starts with another attention.
     attention: Option<MohConfig>,
     model: Model<B, T>,
     optimizer: OptimizerState<B, M>,
@@ -83,8 +83,8 @@ struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     gradients: std::marker::PhantomData<G>,
 }
 
-/// Trains until the recipe is complete, `stop` is set on any rank or the time limit ends; only the first
-/// rank calls `events`.
+/// Trains until the recipe is complete, `stop` is set on any rank or the time limit ends. Only the first rank calls
+/// `events`.
 pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
     backend: B,
     ranks: Ranks<B>,
@@ -131,7 +131,7 @@ enum Progress {
     Stopped,
     /// The next stage has another layout of ranks.
     LayoutChanged,
-    /// The next stage has this attention, whose router has matrices that the model lacks.
+    /// The next stage has this attention. Its router has matrices that the model lacks.
     GetsMatrices(Box<MohConfig>),
 }
 
@@ -168,7 +168,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
 
     /// Exports the model and writes the summary, which marks the run as finished.
     fn finish(mut self) -> Result<Outcome> {
-        // The export would make a directory again that was moved or removed.
+        // The export would recreate a directory that was moved or removed.
         self.ranks.on_rank0::<_, Error>(|| Ok(self.inputs.run.check_mark()?))?;
         self.check_loss()?;
         if self.export()? == Exported::Stopped {
@@ -186,14 +186,14 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(Outcome::Finished(summary))
     }
 
-    /// Exports the model on the first rank, unless a rank is asked to stop meanwhile: then there is no new
-    /// export, and the last checkpoint has the model.
+    /// Exports the model on the first rank. If a rank is asked to stop meanwhile, there is no new export, and the last
+    /// checkpoint has the model.
     fn export(&mut self) -> Result<Exported> {
         let Trainer { ranks, model, state, events, .. } = self;
         let Inputs { run, source, recipe, stop, .. } = self.inputs;
         let is_asked = || stop.load(Ordering::Relaxed);
         if ranks.is_first() {
-            // Before each tensor.
+            // Called before each tensor.
             let mut go_on = || Ok(!ranks.any_of([is_asked(), false])?[0]);
             let written = export::keep_foreign(run, state.step).and_then(|kept| {
                 if let Some(aside) = kept {

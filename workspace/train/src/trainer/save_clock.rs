@@ -6,10 +6,10 @@ use moh_recipe::CheckpointOptions;
 
 use crate::time_limit::TimeLimit;
 
-/// The time after which a checkpoint that has failed is tried again.
+/// The time after which a failed checkpoint is retried.
 const RETRY: Duration = Duration::from_secs(60);
 
-/// What the clock says at the end of a step.
+/// The decisions of the clock at the end of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Due {
     pub checkpoint: bool,
@@ -21,9 +21,9 @@ pub(super) struct Due {
 pub(super) struct SaveClock {
     every: Option<Duration>,
     limit: Option<TimeLimit>,
-    /// When the last checkpoint was begun, or else the run.
+    /// The start of the last checkpoint, or else of the run.
     last: Instant,
-    /// When the checkpoint that has failed is tried again.
+    /// The time at which a failed checkpoint is retried.
     retry: Option<Instant>,
     step_began: Instant,
     longest_step: Duration,
@@ -37,7 +37,7 @@ impl SaveClock {
         now: Instant,
     ) -> Self {
         let minutes = checkpoint.every_minutes;
-        // Validated with the recipe: not negative, and within what a duration holds.
+        // Validated with the recipe: not negative, and not too long for a duration.
         let every = Duration::try_from_secs_f64(minutes * 60.0).ok().filter(|_| minutes > 0.0);
         let longest_step = Duration::ZERO;
         SaveClock {
@@ -68,7 +68,7 @@ impl SaveClock {
         (self.last, self.retry) = (now, None);
     }
 
-    /// A checkpoint is complete; returns how long it took.
+    /// Records that a checkpoint is complete, and returns its duration.
     pub(super) fn save_completes(&mut self, now: Instant) -> Duration {
         let took = now.saturating_duration_since(self.last);
         self.longest_save = self.longest_save.max(Some(took));
@@ -102,7 +102,7 @@ mod tests {
         let (mut clock, start) = clock(0.5, None);
         assert!(!is_due(&mut clock, start + 29 * SECOND));
         assert!(is_due(&mut clock, start + 30 * SECOND));
-        // One that was due by its step.
+        // A checkpoint that was due by its step.
         clock.save_begins(start + 40 * SECOND);
         assert!(!is_due(&mut clock, start + 69 * SECOND));
         assert!(is_due(&mut clock, start + 70 * SECOND));

@@ -1,4 +1,4 @@
-//! When a checkpoint is begun, what becomes of one in flight, and the checkpoints that are waited for.
+//! Starts checkpoints, follows the checkpoint in flight, and waits for it.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,32 +14,32 @@ use super::save_clock::{Due, SaveClock};
 use super::{Inputs, Trainer};
 use crate::{Error, Event, Result};
 
-/// The time between two exchanges of the ranks that wait for a checkpoint: each of them stays far below
-/// the time limit of an operation, however long the checkpoint takes.
+/// The time between two exchanges of the ranks that wait for a checkpoint. Each exchange stays far below the time limit
+/// of an operation, however long the checkpoint takes.
 const EXCHANGE_EVERY: Duration = Duration::from_secs(1);
 
 /// The checkpoints of a run in progress. At most one is in flight.
 pub(super) struct Saving<T: Element, M: Element> {
-    /// The copy of the state; the thread of the checkpoint in flight has it too.
+    /// The copy of the state. The thread of the checkpoint in flight shares it.
     snapshot: Arc<Snapshot<T, M>>,
     flight: Option<(u64, Flight)>,
     /// Step of the newest complete checkpoint.
     last_good: Option<u64>,
-    /// The last checkpoint, if it has failed and its warning has not been given.
+    /// The failure of the last checkpoint, until its warning is sent.
     failure: Option<Failure>,
     clock: SaveClock,
 }
 
-/// What the ranks have agreed on at the end of a step.
+/// The decisions of all ranks at the end of a step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Agreed {
-    /// The run stops: a rank was asked to, or the first rank's time is up.
+    /// The run stops: a rank was asked to stop, or the first rank's time is up.
     pub stop: bool,
     /// A checkpoint is due by the first rank's clock.
     pub save: bool,
 }
 
-/// A checkpoint that could not be written, of which all ranks know.
+/// A checkpoint that could not be written. All ranks know of the failure.
 #[derive(Debug)]
 struct Failure {
     step: u64,
@@ -76,7 +76,7 @@ impl<T: Element, M: Element> Saving<T, M> {
 }
 
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
-    /// Returns the exchange of all ranks at the end of a step, which also follows the checkpoint in flight.
+    /// Exchanges the decisions of all ranks at the end of a step, and follows the checkpoint in flight.
     pub(super) fn agree_after_step(&mut self) -> Result<Agreed> {
         let due = self.saving.clock.step_ends(Instant::now());
         let agreed = self.exchange(Duration::ZERO, due)?;
@@ -84,9 +84,9 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(agreed)
     }
 
-    /// Copies the state and begins to write its checkpoint; the weights must be complete. A checkpoint in flight is
-    /// waited for first, so that the same ones are written at any speed. Fails if the run directory was moved or
-    /// removed. A checkpoint that cannot be written is a warning later.
+    /// Copies the state and starts to write its checkpoint. The weights must be complete. First waits for the
+    /// checkpoint in flight, so that the same checkpoints are written at any speed. Fails if the run directory was
+    /// moved or removed. A checkpoint that cannot be written causes a warning later.
     pub(super) fn save(&mut self) -> Result<()> {
         let _span = span::enter("checkpoint");
         self.wait_for_checkpoint()?;
@@ -95,7 +95,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         self.warn_of_removed_metrics();
         self.saving.clock.save_begins(Instant::now());
         let (step, run) = (self.state.step, self.inputs.run);
-        // The other ranks write into the directory that the first one creates.
+        // The other ranks write into the directory that the first rank creates.
         let begun = if self.ranks.is_first() { self.begin().map(Some) } else { Ok(None) };
         if self.ranks.any(begun.is_err())? {
             self.saving.fails(step, begun.err().map_or_else(String::new, |e| e.to_string()));
@@ -129,7 +129,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let config = source.fields(recipe, &state, self.model.config(), None);
         let sync_metrics = self.metrics.as_mut().map(MetricsWriter::sync_later).transpose()?;
         let pending = moh_checkpoint::begin(&run, state.step)?;
-        // While steps are not applied the older ones stay: if the run diverges, it may resume from one of them.
+        // While steps are not applied, older checkpoints stay: a run that diverges may resume from one of them.
         let prunes = self.state.guard.in_a_row == 0;
         let background = Arc::clone(&self.background);
         Ok(Box::new(move |parts| {
@@ -161,8 +161,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         }))
     }
 
-    /// Waits for the checkpoint in flight. If there is none of the last step then, it is written, once
-    /// more if it has failed before.
+    /// Waits for the checkpoint in flight. If the last step has no checkpoint, writes one. A failed write is retried
+    /// once.
     pub(super) fn finish_saving(&mut self) -> Result<()> {
         self.wait_for_checkpoint()?;
         if !self.is_saved() {
@@ -204,8 +204,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(())
     }
 
-    /// Waits at most `limit` for this rank's part of a checkpoint in flight, exchanges flags with the
-    /// other ranks and follows the checkpoint. `due` counts on the first rank.
+    /// Waits at most `limit` for this rank's part of a checkpoint in flight, exchanges flags with the other ranks and
+    /// follows the checkpoint. Only the first rank's `due` counts.
     fn exchange(&mut self, limit: Duration, due: Due) -> Result<Agreed> {
         let flight = self.saving.flight.as_mut();
         let ThreadFlags { running, failed } =

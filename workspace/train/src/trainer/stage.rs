@@ -30,7 +30,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// Trains the remaining steps of the current stage.
     pub(super) fn run_stage(&mut self, stage: &Stage) -> Result<Progress> {
         if self.state.stage_step == 0 {
-            // A calibration reads the checkpoint with which the stage before ends.
+            // A calibration reads the last checkpoint of the stage before.
             if stage.calibration().is_some() {
                 self.finish_saving()?;
             }
@@ -89,7 +89,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// Loads the teacher of the current stage, in place of an earlier stage's.
     fn set_teacher(&mut self, config: &StepConfig) -> Result<()> {
         let Inputs { teachers, source, .. } = self.inputs;
-        // Both would not fit the memory that is planned.
+        // Two teachers would not fit the planned memory.
         self.model.set_teacher(None)?;
         let teacher = teachers.of_stage(self.state.stage).zip(config.distillation);
         let teacher = teacher.map(|(teacher, distillation)| {
@@ -99,7 +99,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(self.model.set_teacher(teacher)?)
     }
 
-    /// Takes the next step, and ends it.
+    /// Runs the next step, and ends it.
     fn step(&mut self, work: &mut Work<'_, B, T, G>) -> Result<Progress> {
         let _step = span::enter_numbered("step", self.state.step + 1);
         let stage = work.stage;
@@ -107,7 +107,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let (guard, norms) = (&self.inputs.recipe.guard, self.inputs.recipe.log.norms_every_steps);
         let is_due = norms > 0 && (self.state.step + 1).is_multiple_of(norms);
         work.stepper.measure_block_norms(is_due);
-        // What a checkpoint or another rank has taken since the step before is no part of this one.
+        // Time that a checkpoint or another rank has taken since the step before is not part of this step.
         let checkpoint = self.part_times.take().checkpoint;
         let started = Instant::now();
         let update = self.state.next_update(stage, guard);
@@ -137,9 +137,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         self.end_step(work, metrics)
     }
 
-    /// Ends a step whose weights are updated, with the evaluation and the checkpoint that are due after it.
-    /// A run that is stopped in the evaluation keeps the metrics in its state, and ends the step when it
-    /// continues.
+    /// Ends a step with updated weights: evaluates and writes a checkpoint, where due. A run that is stopped in the
+    /// evaluation keeps the metrics in its state, and ends the step when it resumes.
     fn end_step(
         &mut self,
         work: &mut Work<'_, B, T, G>,
@@ -188,8 +187,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         }
     }
 
-    /// Returns the error of a run whose guard has refused as many steps in a row as the recipe's patience, the last one
-    /// for this reason. The checkpoint in flight is complete then.
+    /// Returns the error of a run that has not applied `guard.patience` steps in a row; `reason` is the last step's.
+    /// Waits for the checkpoint in flight.
     fn diverged(&mut self, reason: SkipReason) -> Result<Error> {
         self.wait_for_checkpoint()?;
         self.warn_of_failure("when the run resumes");
@@ -231,9 +230,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         wanted.then(|| StepTrace::new(step, backend, times, self.background.clone()))
     }
 
-    /// Sets the stage's attention and the moments with which it begins; evaluates the model if its
-    /// attention changed. If a rank was asked to stop meanwhile, or if the model needs more tensors, the stage has not
-    /// begun.
+    /// Sets the stage's attention and its initial moments, and evaluates the model if its attention changed. If a rank
+    /// was asked to stop meanwhile, or if the model needs more tensors, the stage has not started.
     fn begin_stage(&mut self, stage: &Stage) -> Result<Progress> {
         let Inputs { recipe, source, run, .. } = self.inputs;
         let before = self.attention.clone();
@@ -263,8 +261,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             let active_heads = self.model.config().active_heads();
             let point = EvaluationPoint::Converted { stage: stage.name.clone(), active_heads };
             if self.evaluate_at(point, stage.micro_batch)? == Evaluated::Stopped {
-                // The last checkpoint, if it is written once more, is the earlier stage's. Where output projections
-                // are refitted, or matrices added, it is complete.
+                // If the last checkpoint must be written again, it is the earlier stage's. If output projections were
+                // refitted, or matrices added, it is complete.
                 if !self.is_saved() {
                     self.model.set_moh(before)?;
                 }
@@ -283,18 +281,18 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         measurement: &StageMeasurement<'_>,
     ) -> Result<Option<CalibrationRecord>> {
         let _span = span::enter("calibration");
-        // An earlier stage's teacher is not needed any more, and its memory may be.
+        // An earlier stage's teacher is no longer needed, and the calibration may need its memory.
         self.model.set_teacher(None)?;
         let backend = self.model.backend().clone();
         let Inputs { stop, time_limit, .. } = self.inputs;
-        // No step has been taken for which time is to be left, and its clock is the first rank's.
+        // Only the first rank's clock counts. No time is reserved for a step.
         let limit = time_limit.filter(|_| self.ranks.is_first());
         let is_up = |limit: TimeLimit| limit.is_up(Instant::now(), Duration::ZERO, None);
         let is_asked = || stop.load(Ordering::Relaxed) || limit.is_some_and(is_up);
         measurement.result(&backend, &mut self.ranks, &is_asked, &mut *self.events)
     }
 
-    /// Writes a step's metrics; every n-th step also goes to the terminal and TensorBoard.
+    /// Writes a step's metrics. Every n-th step also goes to the terminal and TensorBoard.
     fn report(&mut self, metrics: &StepMetrics, last: bool) {
         self.write_line(metrics);
         let every = self.inputs.recipe.log.every_steps.max(1);
@@ -313,7 +311,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         }
     }
 
-    /// Writes a line of metrics. What cannot be written is kept until it can: a log does not end a run.
+    /// Writes a line of metrics. Lines that cannot be written are kept and retried: a log does not end a run.
     fn write_line(&mut self, metrics: &StepMetrics) {
         let Some(writer) = &mut self.metrics else { return };
         let was_behind = writer.is_behind();

@@ -65,7 +65,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
     }
 }
 
-/// A model with its optimiser's state, and where in the run it is.
+/// A model with its optimiser's state, and its position in the run.
 struct Loaded<B: Backend, T: Element, M: Element> {
     state: RunState,
     /// The first rank's growth, which is not recorded yet.
@@ -78,8 +78,8 @@ struct Loaded<B: Backend, T: Element, M: Element> {
     optimizer: OptimizerState<B, M>,
 }
 
-/// Loads the requested or the newest checkpoint, or the initial model if there is none; `None` on all
-/// ranks if the checkpoint was damaged, and has been set aside.
+/// Loads the requested or the newest checkpoint, or the initial model if the run has no checkpoint. Returns `None` on
+/// all ranks if the checkpoint was damaged, and has been set aside.
 fn load<B: Backend + Clone, T: Element, M: Element>(
     backend: &B,
     ranks: &mut Ranks<B>,
@@ -94,18 +94,18 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
         Some(step) => Some(moh_checkpoint::of_step(run, ranks, step)?),
         None => moh_checkpoint::newest(run, ranks, &mut damaged)?,
     };
-    // After damage to the last one there may be none.
+    // After damage to the last checkpoint, no checkpoint may be left.
     ranks.on_rank0(|| check_resumable(run))?;
     let mut state =
         (stored.as_ref()).map_or_else(RunState::default, |stored| stored.manifest().state.clone());
-    // Of the same step, the state in memory may have the evaluation that the checkpoint's lacks.
+    // At the same step, the state in memory may have an evaluation that the checkpoint lacks.
     let left = inputs.left.as_ref().filter(|left| left.state.step == state.step);
     if let Some(left) = left {
         state.clone_from(&left.state);
     }
     let extensions = plan_growth(inputs, &mut state, ranks)?;
     growth::reopen(&mut state, recipe);
-    // The hash of a manifest does not tell who wrote it.
+    // The hash of a manifest does not prove who wrote it.
     if stored.is_some() {
         let checked = state.check(recipe);
         checked.map_err(|reason| moh_files::unusable(&run.checkpoint(state.step), reason))?;
@@ -132,7 +132,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
         model,
         optimizer,
     };
-    // Each data rank reads its shard, of this run's checkpoint or of another's.
+    // Each data rank reads its shard, of this run's checkpoint or of another run's.
     let shard = Shard::from_group(&data);
     let Some(stored) = stored else {
         let created = initial_model(backend.clone(), config, length, place, shard, source);
@@ -156,8 +156,8 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     Ok(Some(loaded(state, model, optimizer)))
 }
 
-/// Returns the initial model of a run, or a part of it, and the optimiser's state in its shard; of another run's
-/// weights, which the data ranks gather, the shard alone.
+/// Returns the initial model of a run, or a part of it, and the optimiser's state in its shard. Of another run's
+/// weights, only the shard is loaded: the data ranks gather the rest.
 pub(crate) fn initial_model<B: Backend + Clone, T: Element, M: Element>(
     backend: B,
     config: ModelConfig,
@@ -180,7 +180,7 @@ pub(crate) fn initial_model<B: Backend + Clone, T: Element, M: Element>(
     Ok((model, optimizer))
 }
 
-/// Adds to the state the stages that have become longer, which the first rank reads and returns.
+/// Adds the stages that have become longer to the state. The first rank reads and returns them.
 fn plan_growth<B: Backend>(
     inputs: &Inputs<'_>,
     state: &mut RunState,
@@ -198,8 +198,7 @@ fn plan_growth<B: Backend>(
     Ok(extensions.unwrap_or_default())
 }
 
-/// Moves the checkpoints after the step from which the run was asked to resume aside, and records the stages that
-/// become longer here.
+/// Moves checkpoints after the requested step aside, and records the stages that become longer here.
 fn settle<B: Backend>(
     inputs: &Inputs<'_>,
     extensions: &Extensions,
@@ -208,7 +207,7 @@ fn settle<B: Backend>(
 ) -> Result<()> {
     let Inputs { run, recipe, resume_step, .. } = *inputs;
     let done = ranks.on_rank0::<_, Error>(|| {
-        // First: without it the run is unfinished, wherever this ends.
+        // First, so that the run counts as unfinished wherever this function is interrupted.
         run.remove_summary()?;
         let set_aside = |step| moh_checkpoint::set_aside_later(run, step);
         let aside = resume_step.map_or(Ok(Vec::new()), set_aside)?;
@@ -225,7 +224,7 @@ fn settle<B: Backend>(
     Ok(())
 }
 
-/// This rank's groups and part of the model.
+/// Returns this rank's groups and its part of the model.
 fn divide<B: Backend>(
     ranks: &Ranks<B>,
     parallel: ParallelOptions,
@@ -242,7 +241,7 @@ fn divide<B: Backend>(
 /// The first rank's logs.
 type Writers = (MetricsWriter, Option<TensorBoard>, RoutingWriter);
 
-/// Opens the first rank's logs, truncated to the state's step, and tells what is lost of them.
+/// Opens the first rank's logs, truncated to the state's step, and warns of lost parts.
 fn open_writers(
     run: &RunDirectory,
     recipe: &Recipe,
@@ -262,8 +261,8 @@ fn open_writers(
     Ok((writer, board, RoutingWriter::append_to(&run.routing())))
 }
 
-/// Returns the attention of the model in a checkpoint of the run, or of the initial model: the current stage's, or,
-/// before the stage's first step, the previous stage's. The heads of a calibration are not in the recipe.
+/// Returns the attention of the model in a checkpoint of the run, or of the initial model. Before the current stage's
+/// first step, this is the previous stage's attention. The recipe does not have the heads of a calibration.
 pub(crate) fn attention_before(
     run: &RunDirectory,
     source: &ModelSource,
@@ -276,7 +275,7 @@ pub(crate) fn attention_before(
     Ok(moh)
 }
 
-/// Refuses a run that has completed checkpoints and has none left.
+/// Rejects a run that has completed checkpoints, but has no checkpoint left.
 pub(crate) fn check_resumable(run: &RunDirectory) -> Result<()> {
     if run.has_completed_work()? && run.checkpoint_steps()?.is_empty() {
         let reason = format!(
@@ -289,7 +288,7 @@ pub(crate) fn check_resumable(run: &RunDirectory) -> Result<()> {
     Ok(())
 }
 
-/// Says where a recipe of the run is that a user has edited.
+/// Warns that a user has edited the run's recipe, with the new path of the edited file.
 pub(crate) fn warn_of_edited(
     run: &RunDirectory,
     aside: Option<PathBuf>,

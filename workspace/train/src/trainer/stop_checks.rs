@@ -1,6 +1,6 @@
-//! When the ranks ask one another, between the batches of an evaluation, whether one of them was asked to
-//! stop. All ranks call [`StopChecks::go_on`] equally often and exchange at the same calls, because the
-//! calls until the next exchange follow from values that all of them have.
+//! Checks between the batches of an evaluation whether a rank was asked to stop. All ranks call [`StopChecks::go_on`]
+//! equally often. They exchange at the same calls, because the number of calls until the next exchange follows from
+//! values that all ranks have.
 
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +11,7 @@ use moh_step::Ranks;
 
 use crate::Result;
 
-/// The time between two exchanges, which take well below a thousandth of it.
+/// The time between two exchanges. An exchange takes well below a thousandth of this time.
 const EVERY: Duration = Duration::from_millis(500);
 /// Rounds between two exchanges for each further stage of a pipeline. An exchange empties the pipeline, which
 /// takes a round for each further stage: at most a quarter of the time of these rounds.
@@ -19,21 +19,21 @@ const ROUNDS_PER_STAGE: u64 = 4;
 
 pub(super) struct StopChecks {
     fewest: u64,
-    /// Rounds between the last exchange and the next, and those of them that are left.
+    /// Rounds between the last exchange and the next, and the remaining rounds among them.
     rounds: u64,
     left: u64,
     last: Instant,
 }
 
 impl StopChecks {
-    /// Returns the exchanges of ranks that form pipelines of so many stages.
+    /// Returns the checks of ranks that form pipelines of `stages` stages.
     pub(super) fn new(stages: usize) -> Self {
         let fewest = (stages.saturating_sub(1) as u64 * ROUNDS_PER_STAGE).max(1);
         StopChecks { fewest, rounds: 0, left: 0, last: Instant::now() }
     }
 
-    /// Returns whether the ranks go on with the next round of batches; all of them get the same answer. Where there
-    /// is one rank, it is asked before each round.
+    /// Returns whether the ranks continue with the next round of batches, the same on all ranks. A single rank is asked
+    /// before each round.
     pub(super) fn go_on<B: Backend>(
         &mut self,
         ranks: &mut Ranks<B>,
@@ -52,11 +52,11 @@ impl StopChecks {
     }
 }
 
-/// Returns the rounds until the next exchange, after so many that took so long: at most twice as many, as the first
-/// ones may be unusually short.
+/// Returns the rounds until the next exchange, after `rounds` rounds that took `seconds`. The number at most doubles,
+/// because the first rounds may be unusually short.
 fn next(rounds: u64, fewest: u64, seconds: f64) -> u64 {
     let fitting = rounds as f64 * EVERY.as_secs_f64() / seconds.max(1e-9);
-    // A number of rounds needs no precision; a float beyond u64 becomes its maximum.
+    // A number of rounds needs no precision, and a float beyond u64 becomes its maximum.
     (fitting as u64).min(rounds.saturating_mul(2)).max(fewest)
 }
 
@@ -91,7 +91,7 @@ mod tests {
             let mut rounds = 0;
             while checks.go_on(ranks, &stop).unwrap().is_continue() {
                 rounds += 1;
-                // The middle one alone is asked, at a time of its own.
+                // Only the middle rank is asked to stop, at a time of its own.
                 stop.store(ranks.group().rank() == 1 && rounds == 3, Ordering::Relaxed);
                 if ranks.group().rank() == 1 && rounds >= 3 {
                     stop.store(true, Ordering::Relaxed);

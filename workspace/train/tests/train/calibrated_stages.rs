@@ -1,6 +1,6 @@
-//! Stages whose conversion is measured: they begin with the heads, output projections and routers of crate `moh-calibrate`
-//! on sequences that they do not train on, on any layout of ranks, and with the same bits after a stop or a kill at any moment. And
-//! stages whose router has matrices that the model lacks, measured or not.
+//! Calibrated stages: they start with the heads, output projections and routers that crate `moh-calibrate` finds on
+//! sequences that they do not train on. This holds on any layout of ranks, and with the same bits after a stop or a
+//! kill at any moment. Also stages with a router that has matrices that the model lacks, calibrated or not.
 
 use std::fs;
 use std::path::Path;
@@ -34,13 +34,13 @@ use safetensors::SafeTensors;
 /// The second stage converts, after 5 steps of 8 samples, and is calibrated on 16 sequences.
 const SECOND: &str = "stage.moh.moh={ router = 'query-norm', shared_heads = 2, routed_top_k = 1, \
                       calibration = { tokens = 135 } }";
-/// The first stage does, with the default router, and the second one keeps its heads and its router.
+/// The first stage is calibrated, with the default router, and the second stage keeps its heads and its router.
 const FIRST: [&str; 3] = [
     "stage.adapt.attention=moh",
     "stage.adapt.moh={ shared_heads = 2, routed_top_k = 1, calibration = { tokens = 128 } }",
     "stage.moh.moh={ shared_heads = 2, routed_top_k = 1 }",
 ];
-/// As before, with a router without matrices, and the first stage chooses the number of shared heads too.
+/// As `FIRST`, with a router without matrices, and the first stage chooses the number of shared heads too.
 const NUMBERS: [&str; 3] = [
     FIRST[0],
     "stage.adapt.moh={ router = 'query-norm', shared_heads = 2, routed_top_k = 1, \
@@ -49,7 +49,7 @@ const NUMBERS: [&str; 3] = [
 ];
 const LEARNED: &str = "stage.moh.moh={ router = 'two-stage', shared_heads = 1, routed_top_k = 2, \
                        calibration = { tokens = 128 } }";
-/// The first stage fits the router alone, and the second one keeps it.
+/// The first stage fits the router alone, and the second stage keeps it.
 const LEARNED_FIRST: [&str; 3] = [
     FIRST[0],
     "stage.adapt.moh={ shared_heads = 2, routed_top_k = 1, \
@@ -63,7 +63,7 @@ const BF16: &str = "run.dtype=bf16";
 /// Every checkpoint stays.
 const KEEP: &str = "checkpoint.keep=9";
 
-/// Returns a finished run of the first stage alone, which is dense.
+/// Returns a finished run of the dense first stage alone.
 fn dense_run(place: &TestRun) -> RunDirectory {
     let mut recipe = place.recipe_in("parent", &[]);
     recipe.stages.truncate(1);
@@ -86,8 +86,8 @@ impl LayerStore<moh_calibrate::Error> for Layers {
     }
 }
 
-/// What crate `moh-calibrate` finds for the checkpoint of step 5 on the 16 samples that come after the second stage's, and the output
-/// projections.
+/// Returns the result of crate `moh-calibrate` for the checkpoint of step 5, on the 16 samples after the second stage's
+/// samples, and the output projections.
 fn expected(recipe: &Recipe, shared: SharedChoice) -> (Calibration, Vec<Vec<f32>>) {
     let stored = StoredCheckpoint::of_step(&run_of(recipe), 5).unwrap();
     let config = moh_checkpoint::run_directory::config_file(&stored, Path::new("config.json"))
@@ -139,7 +139,7 @@ fn chosen(recipe: &Recipe) -> Vec<(Vec<usize>, usize)> {
 #[test]
 fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
     let place = TestRun::new();
-    // The output projections stay as the stage begins.
+    // The output projections stay as they are at the stage's start.
     let frozen = "stage.moh.optimizer.groups={ attention = 0 }";
     let recipe = place.recipe_in("run", &[SECOND, frozen, KEEP]);
     let heard = heard(&recipe, |event| match event {
@@ -151,7 +151,7 @@ fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
     let (run, config) = (run_of(&recipe), config_of(&recipe));
     assert_eq!(config.config.moh, Some(calibration.moh.clone()));
     assert_eq!(config.fields["moh_output_refitted"], true);
-    // The checkpoint of the boundary is the dense model's, and those of the stage have the heads.
+    // The checkpoint of the boundary is the dense model's, and the stage's checkpoints have the heads.
     let fields = |step| {
         let stored = StoredCheckpoint::of_step(&run, step).unwrap();
         stored.manifest().config.clone()
@@ -181,7 +181,7 @@ fn a_stage_begins_with_what_is_measured_on_its_first_sequences() {
 #[test]
 fn a_learned_router_begins_as_it_is_fitted() {
     let place = TestRun::new();
-    // They stay as the stage begins.
+    // The matrices stay as they are at the stage's start.
     let frozen = "stage.moh.optimizer.groups={ attention = 0, router = 0 }";
     let recipe = place.recipe_in("run", &[LEARNED, frozen, KEEP]);
     finish(&recipe);
@@ -204,11 +204,11 @@ fn a_router_that_is_not_fitted_begins_with_zeros() {
         (summary.evaluations[2].loss, recipe)
     };
     let (loss, learned) = converted("learned", ZEROS);
-    // Of equal logits the first heads are selected, with weight 1.
+    // With equal logits the first heads are selected, with weight 1.
     let all = "stage.moh.moh={ router = 'static', shared_heads = 3, routed_top_k = 0 }";
     let (of_first, _) = converted("static", all);
     assert!((loss / of_first - 1.0).abs() < 1e-6, "{loss}, not {of_first}");
-    // The stage trains it.
+    // The stage trains the router.
     for name in [ROUTER, ROUTER_STAGES] {
         assert!(exported(&learned, name).iter().all(|of| of.iter().any(|&value| value != 0.0)));
     }
@@ -246,7 +246,7 @@ fn later_stages_keep_the_heads() {
         let kept = kept.map(|layer| (layer.shared.heads().collect(), layer.top_k));
         assert_eq!(chosen(&recipe), kept, "{name}");
         assert_eq!(moh.router, router, "{name}");
-        // The model as loaded, converted and after each stage, and no conversion between these.
+        // The model as loaded, converted and after each stage, without a conversion between the stages.
         assert_eq!(summary_of(&recipe).evaluations.len(), 4, "{name}");
     }
 }
@@ -266,7 +266,7 @@ fn the_given_heads_and_weights_can_stay() {
     let without = with("without", "");
     assert_eq!(refitted.0, without.0);
     assert_ne!(refitted.1, without.1);
-    // Chosen heads with the weights as they are.
+    // Chosen heads with unchanged weights.
     let chosen = "stage.moh.moh={ shared_heads = 2, routed_top_k = 1, calibration = { tokens = 128, refit = false } }";
     let chosen = place.recipe_in("chosen", &[chosen]);
     finish(&chosen);
@@ -291,7 +291,7 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
     .enumerate()
     {
         let named = |name: &str| place.recipe_in(&format!("{name}-{number}"), changes);
-        // What a process that was killed after these steps would leave.
+        // The files that a process killed after these steps would leave.
         let killed = [1, 5, 6].map(|step| (step, named(&format!("killed-{step}"))));
         let copies = killed.each_ref().map(|(step, copy)| (*step, copy.run.dir.as_path()));
         let whole = Start { copies: &copies, ..Start::default() }.finish(&named("whole"));
@@ -303,7 +303,7 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
     }
 }
 
-/// Runs a recipe to its end; returns whether it has measured.
+/// Runs a recipe to its end; returns whether the run has calibrated.
 fn measures(recipe: &Recipe) -> bool {
     !heard(recipe, |event| matches!(event, Event::Calibrating { .. }).then_some(())).is_empty()
 }
@@ -325,7 +325,7 @@ fn a_result_is_used_again_if_it_is_whole_and_of_the_same_run() {
             fs::write(record, text.replacen("\"identity\": \"", "\"identity\": \"0", 1)).unwrap();
         }),
         ("matrices", |_, matrices| flip(matrices, |length| length - 1)),
-        // Of one layer more than the model has.
+        // A record with one layer more than the model.
         ("layers", |path, _| {
             edit_json(path, |record| {
                 let list = record.pointer_mut("/calibration/layers").unwrap();
@@ -449,7 +449,7 @@ fn every_layout_has_the_same_heads_and_matrices() {
             let other = recipe(&what, layout);
             let found = finish_on(ranks, &other);
             assert_eq!(chosen(&other), chosen(&one), "{what}");
-            // Of the same initial weights to the bit; sums of training have another order.
+            // From the same initial weights the bits are equal. Sums of training have another order.
             assert!(step > 0 || matrices(&other) == matrices(&one), "{what}");
             assert_alike(&found, &reference, &what);
         }
@@ -480,7 +480,7 @@ fn the_steps_of_a_calibrated_stage_are_replayed() {
 #[test]
 fn evaluations_before_a_new_router_are_kept_and_not_needed() {
     let place = TestRun::new();
-    // A Mixture-of-Head model, whose heads the evaluation of the loaded model counts.
+    // A Mixture-of-Head model: the evaluation of the loaded model counts its heads.
     let new = "model.new.moh={ router = 'query-norm', shared_heads = 2, routed_top_k = 1 }";
     let learned = "{ router = 'two-stage', shared_heads = 2, routed_top_k = 1 }";
     let stages = ["adapt", "moh"].map(|stage| format!("stage.{stage}.moh={learned}"));
@@ -489,7 +489,7 @@ fn evaluations_before_a_new_router_are_kept_and_not_needed() {
     let results = finish(&whole);
     let lines = |recipe: &Recipe| routing_log::read(&run_of(recipe).routing()).unwrap();
     let moments = |moment| lines(&whole).iter().filter(|line| line.moment == moment).count();
-    // Of two layers.
+    // A line for each of two layers.
     assert_eq!((moments(RoutingMoment::Loaded), moments(RoutingMoment::Converted)), (2, 2));
     let stopped = place.recipe_in("stopped", &changes);
     assert!(finish_in_parts(&stopped, [1, 5]) == results);

@@ -1,4 +1,4 @@
-//! `moh-train checkpoints` as a process: what it lists, verifies and removes.
+//! `moh-train checkpoints` as a process: it lists, verifies and removes checkpoints.
 
 #![cfg(unix)]
 

@@ -9,7 +9,7 @@ use moh_comm::World;
 use moh_recipe::Recipe;
 use moh_train::{Error, Event, FreeSpace, Outcome, Result, RunOptions};
 
-/// Runs a recipe on a file system with so much room, until `stop_at`, and returns its warnings.
+/// Runs a recipe on a file system with `free_space`, until `stop_at`, and returns its warnings.
 fn run_with(
     recipe: &Recipe,
     free_space: FreeSpace,
@@ -25,7 +25,7 @@ fn run_with(
     (done, warnings)
 }
 
-/// What the run writes and the room of one checkpoint, as its refusal tells them.
+/// Returns the bytes that the run writes and the bytes of one checkpoint, as its refusal reports them.
 fn needed(recipe: &Recipe) -> (u64, u64) {
     match run_with(recipe, |_| Ok(Some(1)), None).0 {
         Err(Error::NoRoom { needed, checkpoint, .. }) => (needed, checkpoint),

@@ -1,5 +1,4 @@
-//! A run that starts from a checkpoint of another: from its weights, exactly, and on request from its
-//! moments.
+//! A run that starts from a checkpoint of another run: from its weights, exactly, and on request from its moments.
 
 use std::fs;
 
@@ -60,7 +59,7 @@ fn a_run_starts_from_the_exact_weights_of_another() {
             assert!(weights(&own, 1) == weights(&run, step), "{dtype} {from}");
             let stored = Recipe::load(&own.recipe(), &[]).unwrap().model.from.unwrap();
             assert_eq!(stored, format!("{}@{step}", run.root().display()));
-            // The other run goes on or disappears: this one resumes as it began.
+            // The other run continues or disappears: this run resumes as it started.
             fs::rename(run.root(), &moved).unwrap();
             assert!(own.keeps_model(&Recipe::load(&own.recipe(), &[]).unwrap()).unwrap());
             stop_at(&recipe, 2);
@@ -101,7 +100,7 @@ fn moments_are_taken_over_with_the_steps_that_they_contain() {
 fn the_first_stage_keeps_the_attention_of_the_step_unless_it_has_another() {
     let place = TestRun::new();
     stop_at(&place.recipe(&["checkpoint.keep=9"]), 8);
-    // The run's heads are the default of a stage that names none.
+    // The run's heads are the default of a stage that names no heads.
     for (from, shared) in [("@8", 1), ("@4", 2)] {
         let mut recipe = next(&place, from, &[]);
         recipe.stages.remove(0);
@@ -125,7 +124,7 @@ fn a_run_from_a_run_continues_exactly_and_its_vocabulary_grows() {
     whole.run.dir = place.path("whole");
     let expected = finish(&whole);
     stop_at(&recipe, 1);
-    // Tokens beyond the data's 64 have rows, which begin with zero moments and get no gradient.
+    // Tokens beyond the data's 64 have rows, which start with zero moments and get no gradient.
     let own = run_of(&recipe);
     let moments = values(&own, 1, TensorKind::FirstMoment, EMBEDDING, 96 * 16);
     assert!(moments[..64 * 16].iter().any(|&m| m != 0.0));
@@ -170,7 +169,7 @@ fn damage_of_a_finished_runs_last_checkpoint_is_not_passed_over() {
     for from in ["", "@10"] {
         refuses(&next(&place, from, &[]), "does not match its hash");
     }
-    // Of a run that has not finished, the checkpoint before it is taken.
+    // If the run has not finished, the checkpoint before the damaged one is used.
     fs::remove_file(run.summary()).unwrap();
     stop_at(&next(&place, "", &[]), 1);
     let stored = Recipe::load(&place.path("next/recipe.toml"), &[]).unwrap();

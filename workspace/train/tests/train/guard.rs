@@ -1,5 +1,5 @@
-//! Steps with bad numbers are not applied, and the run goes on; interrupted, it ends with the same bits. Too many of them
-//! in a row end it.
+//! Steps with bad numbers are not applied, and the run continues. An interrupted run ends with the same bits. Too many
+//! bad steps in a row end the run.
 
 use crate::support::driver::{
     finish, finish_in_parts, finish_on, refusal, refuses, run_in, run_on, stop_at,
@@ -76,7 +76,7 @@ fn diverged(recipe: &Recipe, step: u64, last_good: &str) -> String {
 #[test]
 fn too_many_bad_steps_in_a_row_end_the_run_until_it_may_skip_more() {
     for (bad, last_good, kept) in [
-        // At first, around the end of a stage, and after checkpoints of which the last one is between them.
+        // At the start, around the end of a stage, and with a checkpoint between the two steps.
         ([1, 2], "there is no good checkpoint yet", &[][..]),
         ([5, 6], "the last good checkpoint is of step 5", &[2, 4, 5]),
         ([8, 9], "the last good checkpoint is of step 8", &[5, 6, 8]),
@@ -84,7 +84,7 @@ fn too_many_bad_steps_in_a_row_end_the_run_until_it_may_skip_more() {
         let place = test_run(&one_of(bad), Fault::NotFinite);
         let recipe = place.recipe(&["guard.patience=2"]);
         let run = run_of(&recipe);
-        // Started again it resumes, and ends there again.
+        // Started again, the run resumes, and ends there again.
         for _ in 0..2 {
             assert_eq!(refusal(&recipe), diverged(&recipe, bad[1], last_good));
             assert_eq!(run.checkpoint_steps().unwrap(), kept);
@@ -110,7 +110,7 @@ fn all_ranks_end_where_too_many_steps_are_bad() {
     assert!(matches!(other, Error::Step(moh_step::Error::OtherRank { rank: 0 })), "{other}");
 }
 
-/// One stage of 60 steps.
+/// Returns a recipe with one stage of 60 steps.
 fn long(place: &TestRun, more: &[&str]) -> Recipe {
     let all = ["stage.adapt.tokens=3840", "guard.factor=3", "data.validation.every_steps=0"];
     let mut recipe = place.recipe(&[&all[..], more].concat());
@@ -127,7 +127,7 @@ fn a_spike_is_not_applied_once_there_is_a_median() {
     assert_eq!(skipped(&reference.metrics), [(41, &reason), (56, &reason)]);
     let place = test_run(&spikes, Fault::Spike);
     assert!(finish_in_parts(&long(&place, &[]), [31, 33, 40, 41, 42, 56]) == reference);
-    // Without a factor, only what is not finite is refused.
+    // Without a factor, only values that are not finite are rejected.
     let place = test_run(&spikes, Fault::Spike);
     assert!(skipped(&finish(&long(&place, &["guard.factor=0"])).metrics).is_empty());
 }
@@ -178,7 +178,7 @@ fn a_loss_that_is_no_number_ends_a_run_without_an_export() {
 
 #[test]
 fn weights_that_are_no_numbers_are_in_no_checkpoint() {
-    // The last step makes them infinite.
+    // The last step makes the weights infinite.
     let rates = "stage.moh.learning_rate={max = 1e39, min = 1e-3, warmup_steps = 5}";
     for more in ["checkpoint.every_steps=1", "checkpoint.every_steps=5"] {
         let place = TestRun::new();

@@ -1,5 +1,5 @@
-//! The token files of a run are part of its state by content: other content is refused, the same content is
-//! accepted at any path, and ids outside the vocabulary are found before the first step.
+//! The token files of a run are part of its state by content. Other content is refused, and the same content is
+//! accepted at any path. Ids outside the vocabulary are found before the first step.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -48,7 +48,7 @@ fn other_tokens_in_documents_of_the_same_lengths_are_refused() {
     let recipe = place.recipe(&[]);
     stop_at(&recipe, 3);
     flip(&place.path("text.bin"), |_| 100);
-    // Its record would be noticed first.
+    // Otherwise the record in text.json would be noticed first.
     fs::remove_file(place.path("text.json")).unwrap();
     let parts = ["text.bin: data.sources.0 is not the file", "it has other tokens"];
     assert_has(&refusal(&recipe), &parts);
@@ -107,7 +107,7 @@ fn a_finished_run_refuses_other_content_and_takes_the_same_at_another_path() {
     let before = files(&finished.run.dir);
     let recipe = place.recipe(&[&source(&other)]);
     refuses(&recipe, "data.sources.0 is not the file that the run was started");
-    // Nothing is there to compare with.
+    // The token file is missing, so its content cannot be compared.
     remove_tokens(&other);
     refusal(&recipe);
     assert!(files(&finished.run.dir) == before);
@@ -171,7 +171,8 @@ fn several_sources_continue_only_in_the_recorded_order() {
     }
 }
 
-/// Returns a recipe whose token file has the id 63 at `position` of 3,000 tokens, and no record of its vocabulary.
+/// Returns a recipe with a token file that has the id 63 at `position` of 3,000 tokens, and no record of its
+/// vocabulary.
 fn without_proof(place: &TestRun, position: usize, vocabulary: usize) -> Recipe {
     let prefix = place.path("late");
     let mut writer = TokenFileWriter::create(&prefix, 64).unwrap();
@@ -190,7 +191,7 @@ fn is_check(event: &Event<'_>) -> bool {
 #[test]
 fn an_id_outside_the_vocabulary_ends_a_run_before_its_first_step() {
     let place = TestRun::new();
-    // The last tokens are no part of a window, so training would never read them.
+    // The last tokens are not part of a window, so training would never read them.
     let recipe = without_proof(&place, 2999, 63);
     let mut steps = 0;
     let error = watch(&recipe, |event, _| steps += u32::from(matches!(event, Event::Step { .. })));
@@ -358,7 +359,7 @@ fn another_tokenizer_than_that_of_a_token_file_must_be_accepted() {
         .map(|path| path.display().to_string());
     let command = format!("moh-data accept --tokenizer {tokenizer} {text}");
     assert!(error.ends_with(&command), "{error}");
-    // As that command records it.
+    // The tokenizer is accepted, as the command records it.
     let hash = blake3::hash(&fs::read(&tokenizer).unwrap()).to_hex();
     edit_json(&info, |json| json["accepted_tokenizers"] = serde_json::json!([hash.as_str()]));
     stop_at(&recipe, 3);

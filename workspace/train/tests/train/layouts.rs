@@ -1,5 +1,5 @@
-//! A pretrained model in every layout of ranks, as processes started by mpirun: the losses, the
-//! weights and, except for ties, the selected heads are those of one rank.
+//! A pretrained model in every layout of ranks, as processes started by mpirun. The losses, the weights and, except for
+//! ties, the selected heads are the same as on one rank.
 
 #![cfg(unix)]
 

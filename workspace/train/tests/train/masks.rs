@@ -1,4 +1,4 @@
-//! Token files with masks: what is trained on, and what is evaluated.
+//! Token files with masks: the targets of training and of evaluations.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use crate::support::{TestRun, write_tokens};
 use moh_data::{TokenFile, TokenFileInfo, TokenFileWriter, with_ending};
 use serde_json::Value;
 
-/// Gives the token file `prefix` a mask by the positions of its tokens.
+/// Adds a mask to the token file `prefix`, by the positions of its tokens.
 fn mask(prefix: &Path, trains: impl Fn(u64) -> bool) {
     let file = TokenFile::open(prefix).unwrap();
     let mut writer = TokenFileWriter::replace(prefix, 64).unwrap().with_mask().unwrap();
@@ -72,7 +72,7 @@ fn sources_with_and_without_a_mask_are_mixed() {
         other.display().to_string()
     );
     let (_, targets) = results(&place, "run", &[&sources]);
-    // Of 8 sequences of 8 tokens, those of the other file count.
+    // Of 8 sequences of 8 tokens, the sequences of the other file count.
     let whole = |targets: &Option<u64>| targets.is_some_and(|count| count % 8 == 0 && count <= 64);
     assert!(targets.iter().all(whole), "{targets:?}");
     let count: u64 = targets.iter().flatten().sum();

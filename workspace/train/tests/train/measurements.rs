@@ -1,5 +1,5 @@
-//! What a run measures: routing of its evaluations, several validation sets, norms by block and the
-//! speed of each step, on one rank and on several, interrupted or not.
+//! The measurements of a run: routing of its evaluations, several validation sets, norms by block and the speed of each
+//! step, on one rank and on several, interrupted or not.
 
 use std::fs;
 
@@ -85,7 +85,7 @@ fn routing_is_counted_for_each_layer_set_and_evaluation_that_routes() {
         assert_eq!(line.stage.as_deref(), Some("moh"));
         assert_eq!(line.selected.iter().sum::<u64>(), 2 * line.tokens, "{line:?}");
         assert!(line.entropy > 0.0 && line.entropy <= 3f64.ln(), "{line:?}");
-        // Two micro-batches of 4 windows of 8 tokens; the other set has fewer windows than asked for.
+        // Two micro-batches of 4 windows of 8 tokens. The other set has fewer windows than requested.
         match line.validation.as_str() {
             "held-out" => assert_eq!(line.tokens, 64),
             _ => assert!(line.tokens % 8 == 0 && line.tokens < 9 * 4 * 8, "{line:?}"),
@@ -168,7 +168,7 @@ fn norms_by_block_add_up_to_the_global_norm() {
             let all = parts.iter().chain(&gradient.blocks).map(|norm| norm * norm).sum::<f64>();
             let error = (all.sqrt() / step.grad_norm - 1.0).abs();
             assert!(error < 1e-9, "{name}: {} is not {}", all.sqrt(), step.grad_norm);
-            // 16 weights that begin as 1 and change by at most 1% in a step.
+            // 16 weights that start as 1 and change by at most 1% in a step.
             assert!((norms.weight.final_norm / 4.0 - 1.0).abs() < 0.1, "{norms:?}");
         }
     }
@@ -226,7 +226,7 @@ fn every_layout_of_ranks_measures_the_same() {
 fn data_ranks_count_the_routing_of_equal_weights_exactly() {
     let place = TestRun::new();
     let converted = |ranks: usize| {
-        // A first stage that changes nothing that f32 could show.
+        // A first stage with changes too small for f32.
         let rate = "stage.adapt.learning_rate={max = 1e-30, min = 0, warmup_steps = 0}";
         let recipe = recipe(&place, &format!("ranks-{ranks}"), &[rate]);
         finish_on(ranks, &recipe);

@@ -26,13 +26,13 @@ shift
 exec ip netns exec "$host" unshare --uts sh -c "hostname $host; $*"
 "#;
 
-/// Two hosts and their cable; dropping it ends them and all their processes.
+/// Two hosts and their cable. Dropping this ends the hosts and all their processes.
 struct Hosts {
     names: [String; 2],
 }
 
 impl Hosts {
-    /// `label` distinguishes the tests of this process.
+    /// Creates the hosts; `label` distinguishes the tests of this process.
     fn new(label: &str) -> Self {
         let name = |host| format!("moh{}{label}{host}", std::process::id());
         let hosts = Hosts { names: ["a", "b"].map(name) };
@@ -55,7 +55,7 @@ impl Hosts {
         hosts
     }
 
-    /// mpirun on the first host, with `count` ranks on each.
+    /// Returns mpirun on the first host, with `count` ranks on each host.
     fn mpirun(&self, dir: &Path, count: [usize; 2], overrides: &[&str]) -> Command {
         let agent = dir.join("agent");
         fs::write(&agent, AGENT).unwrap();
@@ -94,7 +94,7 @@ impl Hosts {
 impl Drop for Hosts {
     fn drop(&mut self) {
         for name in &self.names {
-            // A failure means that there was nothing to end.
+            // A failure means that no process was left.
             let processes = run(&format!("ip netns pids {name}")).unwrap_or_default();
             for process in processes.split_whitespace() {
                 let _ = run(&format!("kill -KILL {process}"));

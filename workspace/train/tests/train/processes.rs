@@ -13,7 +13,7 @@ use crate::support::job::{
 };
 use moh_testkit::programs::{exits, program, stderr, success};
 
-/// A fault ends a job within this time; a silent rank 0 is detected last.
+/// A fault ends a job within this time. A silent rank 0 is detected last.
 const BOUND: Duration = Duration::from_secs(60);
 
 fn ranks(count: usize, overrides: &[&str]) -> Vec<String> {
@@ -33,7 +33,7 @@ fn refused(dir: &Path, words: &[String]) -> String {
 #[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi and mpirun")]
 fn processes_end_as_one_alone() {
     let dir = prepared();
-    // Data parallelism; a pipeline; both.
+    // Data parallelism, a pipeline, and both.
     for (count, stages) in [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)] {
         let name = format!("run{count}-{stages}");
         let changes = [format!("run.dir={name}"), format!("stage.moh.parallel.pipeline={stages}")];
@@ -93,7 +93,7 @@ fn another_build_of_the_program_is_refused_before_it_begins() {
     assert!(text.contains(&format!("rank 0 with {version}")), "{text}");
 }
 
-/// One rank of two, as a launcher starts it, without the other; returns its error.
+/// Runs one rank of two, as a launcher starts it, without the other rank; returns its error.
 fn alone_of_two(rank: usize, limit: [&str; 2]) -> String {
     let dir = prepared();
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -147,7 +147,7 @@ fn a_job_that_mpirun_is_asked_to_stop_ends_with_a_checkpoint() {
     assert_eq!(losses(&dir.path().join("run")).len(), 80);
 }
 
-/// Returns a job of two ranks, one of which hangs during training; returns the job's output.
+/// Runs a job of two ranks, and lets rank `rank` hang during training; returns the job's output.
 fn hangs(rank: usize) -> String {
     let dir = prepared();
     let mut words = ranks(2, &[]);
@@ -157,7 +157,7 @@ fn hangs(rank: usize) -> String {
     signal(process_of(dir.path(), rank).unwrap(), "STOP");
     let (status, text) = job.end(BOUND);
     assert!(!status.success());
-    // mpirun ends the remaining ranks, stopped ones too.
+    // mpirun ends the remaining ranks, also stopped ranks.
     assert_eq!(process_of(dir.path(), rank), None);
     text
 }
@@ -174,7 +174,7 @@ fn a_rank_that_hangs_is_named_with_the_operation_that_waits_for_it() {
 #[test]
 #[cfg_attr(not(feature = "mpi"), ignore = "needs the feature mpi and mpirun")]
 fn a_rank_0_that_hangs_is_named_once_it_has_been_silent() {
-    // Rank 0 asks the others for their reports, so its own hang shows as silence.
+    // Rank 0 asks the other ranks for their reports, so its own hang shows as silence.
     let text = hangs(0);
     assert!(text.contains("error: rank 1: rank 0 (") && text.contains("no sign of life"), "{text}");
 }

@@ -1,5 +1,5 @@
-//! Runs on several ranks end as a run on one: the same losses and weights but for the order of sums,
-//! whatever the number of ranks and the pipeline that they form, and continued on others.
+//! Runs on several ranks end as a run on one rank: with the same losses and weights except for the order of sums. This
+//! holds for any number of ranks and any pipeline, also if another number of ranks continues the run.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,14 +14,13 @@ use moh_testkit::programs::{copy_all, flip};
 use moh_testkit::ranks::on_ranks;
 use moh_train::{Error, Event, Outcome};
 
-/// Ranks, and the layouts of both stages, as [`arranged`] takes them.
+/// Ranks, and the layouts of both stages, as for [`arranged`].
 type Layout = (usize, [[usize; 3]; 2]);
 
 /// One rank for each share of the data in both stages.
 const DATA: [[usize; 3]; 2] = [[1, 1, 1]; 2];
 
-/// Stops a run during `step`, or the step after it: ranks hear of a signal when they hear of it, and it reaches the
-/// last one alone.
+/// Stops a run during `step`, or the step after it: ranks may notice a signal late, and only the last rank gets it.
 fn stop_on(ranks: usize, recipe: &Recipe, step: u64) -> u64 {
     let is_now = |event: &Event<'_>| matches!(event, Event::Step { step: now, .. } if *now == step);
     let outcome = stop_ranks_when((ranks, ranks - 1..ranks), recipe, is_now);
@@ -30,8 +29,8 @@ fn stop_on(ranks: usize, recipe: &Recipe, step: u64) -> u64 {
     stopped
 }
 
-/// Checks that the recipe with eight micro-batches a step and these changes ends in each layout as on one rank; if it is
-/// `twice`, with the same bits the second time.
+/// Checks that the recipe with eight micro-batches a step and these changes ends in each layout as on one rank. If
+/// `twice`, a second run must give the same bits.
 fn end_as_one(changes: &[&str], layouts: &[Layout], twice: bool) {
     let place = TestRun::new();
     let recipe = |name: &str, layout| {
@@ -51,7 +50,7 @@ fn end_as_one(changes: &[&str], layouts: &[Layout], twice: bool) {
 
 #[test]
 fn every_number_of_ranks_ends_as_one() {
-    // Uneven shares; as many ranks as micro-batches; more of them, of which some have no work.
+    // Uneven shares; as many ranks as micro-batches; more ranks than micro-batches, so that some have no work.
     end_as_one(&[], &[2, 3, 4, 6, 8, 11].map(|ranks| (ranks, DATA)), true);
 }
 
@@ -59,13 +58,14 @@ fn every_number_of_ranks_ends_as_one() {
 fn every_pipeline_ends_as_one_rank() {
     let (one, two) = ([1, 1, 1], [1, 2, 1]);
     for tied in ["model.new.tie_word_embeddings=false", "model.new.tie_word_embeddings=true"] {
-        // Alone, with data parallelism, with ranks that have no work, and another one in each stage.
+        // Alone, with data parallelism, with ranks that have no work, and another layout in each stage.
         let both = [2, 6, 18].map(|ranks| (ranks, [two; 2]));
         end_as_one(&[tied], &[&both[..], &[(4, [one, two]), (2, [two, one])]].concat(), false);
     }
 }
 
-/// A Mixture-of-Head model from scratch, whose learned router weighs heads, others in each layer.
+/// A Mixture-of-Head model from scratch, with a learned router that weighs heads, and other numbers of heads in each
+/// layer.
 const TWO_STAGE: [&str; 3] = [
     "model.new.moh={ router = \"two-stage\", shared_heads = [1, 2], routed_top_k = [2, 1] }",
     "stage.adapt.attention=moh",
@@ -75,7 +75,7 @@ const TWO_STAGE: [&str; 3] = [
 #[test]
 fn every_share_of_the_tensors_ends_as_one_rank() {
     let tensor = [2, 1, 1];
-    // Tied or not; every layer saved, norms computed again, or blocks; documents apart; another architecture.
+    // Tied or not; every layer saved, norms recomputed, or blocks; documents apart; another architecture.
     for changes in [
         &["model.new.tie_word_embeddings=true", "memory.recompute=none"][..],
         &["model.new.tie_word_embeddings=false", "memory.recompute=cheap"],
@@ -83,7 +83,7 @@ fn every_share_of_the_tensors_ends_as_one_rank() {
         &["model.new.model_type=qwen3", "memory.recompute=cheap"],
         &TWO_STAGE,
     ] {
-        // Alone; with data parallelism, ranks that have no work and a pipeline; another in each stage.
+        // Alone; with data parallelism, ranks that have no work and a pipeline; with another layout in each stage.
         let shares = [2, 4, 18].map(|ranks| (ranks, [tensor; 2]));
         let with_pipeline = [(4, [[2, 2, 1]; 2]), (4, [tensor, [1, 2, 1]])];
         end_as_one(changes, &[&shares[..], &with_pipeline].concat(), true);
@@ -109,8 +109,8 @@ const MIXED_LAYERS: [&str; 2] = [
 
 #[test]
 fn layers_with_other_heads_end_as_one_rank() {
-    // Stages of their own layers; chunks whose buffers serve dense and other layers alternately; shares of
-    // the heads; all of it with data parallelism.
+    // Stages of their own layers; chunks with buffers that serve dense and other layers alternately; shares of the
+    // heads; all of this with data parallelism.
     let layouts = [(2, [1, 2, 1]), (2, [1, 2, 2]), (2, [2, 1, 1]), (4, [2, 2, 2]), (8, [2, 2, 1])];
     end_as_one(&MIXED_LAYERS, &layouts.map(|(ranks, layout)| (ranks, [layout; 2])), false);
 }
@@ -119,7 +119,7 @@ fn layers_with_other_heads_end_as_one_rank() {
 fn a_run_continues_in_another_layout() {
     let [one, pipeline, tensor] = [[1, 1, 1], [1, 2, 1], [2, 1, 1]];
     let (whole, chunks) = ([2, 2, 1], [2, 2, 2]);
-    // Where each part stops, if it does not end the run.
+    // The step at which each part stops, if the part does not end the run.
     let mixed: [(Layout, Option<u64>); 2] = [((4, [chunks; 2]), Some(7)), ((2, [tensor; 2]), None)];
     let shares = [
         ((8, [whole; 2]), Some(2)),
@@ -174,7 +174,7 @@ fn pipelines_that_ranks_cannot_form_are_refused_before_the_run_begins() {
 
 #[test]
 fn rounded_weights_gradients_and_exchanges_stay_close() {
-    // Losses do not tell how large gradients are, as Adam divides them by their own size; the first norm does.
+    // Losses do not show the size of gradients, as Adam divides them by their own size. The first norm shows it.
     let losses = |ranks: usize, changes: &[&str]| -> Vec<f64> {
         let place = TestRun::new();
         let results = finish_on(ranks, &place.recipe(&[&MICRO_BATCHES[..], changes].concat()));
@@ -193,7 +193,7 @@ fn rounded_weights_gradients_and_exchanges_stay_close() {
         for (found, expected) in found.iter().zip(&expected) {
             assert!((found / expected - 1.0).abs() < 1e-2, "{found}, not {expected}: {changes:?}");
         }
-        // The exchange that is rounded shows in the losses.
+        // The rounded exchange shows in the losses.
         assert_ne!(found, expected, "{changes:?}");
     }
     assert_ne!(losses(3, &["precision.reduce=bf16"]), losses(3, &[]));
@@ -263,13 +263,13 @@ fn a_checkpoint_that_some_ranks_do_not_see_is_kept() {
 
 #[test]
 fn ranks_stop_together_in_an_evaluation_and_continue_with_the_same_bits() {
-    // Data ranks of which one has no batch; pipelines and tensors, another layout in the second stage.
+    // Data ranks, one without a batch; pipelines and tensors, with another layout in the second stage.
     for (ranks, layout) in [(3, DATA), (4, [[2, 1, 1], [1, 2, 1]])] {
         let place = TestRun::new();
         let recipe = |name: &str| arranged(place.recipe_in(name, &MICRO_BATCHES), layout);
         let reference = finish_on(ranks, &recipe("whole"));
-        // As loaded, at the end of the first stage, converted, at the end. The signal reaches all ranks, or
-        // the last one, which may hear of it later.
+        // As loaded, at the end of the first stage, converted, at the end. The signal reaches all ranks, or the last
+        // rank, which may notice it later.
         for (evaluation, step, all) in
             [(0, 0, true), (2, 5, true), (2, 5, false), (3, 5, true), (6, 10, true)]
         {
@@ -307,7 +307,7 @@ fn an_error_of_one_rank_is_told_once() {
 fn ranks_agree_on_a_checkpoint_that_cannot_be_written() {
     let place = TestRun::new();
     let reference = finish(&place.recipe_in("whole", &MICRO_BATCHES));
-    // Before any checkpoint, so that none is in flight.
+    // Before any checkpoint, so that no checkpoint is in flight.
     let recipe = place.recipe(&[&MICRO_BATCHES[..], &["checkpoint.every_steps=0"]].concat());
     let checkpoints = run_of(&recipe).checkpoints();
     let outcomes = run_on((3, 2..3), &recipe, &|event, stop| {

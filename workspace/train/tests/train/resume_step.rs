@@ -1,5 +1,5 @@
-//! A run that goes on otherwise than from its newest checkpoint with its first recipe: from an earlier
-//! one, with longer and with further stages, and with other validation sets.
+//! A run that does not continue from its newest checkpoint with its first recipe: from an earlier checkpoint, with
+//! longer and with further stages, and with other validation sets.
 
 use std::fs;
 
@@ -44,7 +44,7 @@ fn a_run_resumes_from_an_earlier_checkpoint_to_the_same_end() {
     let aside = |one: &&ListedCheckpoint| one.condition == Condition::MovedAside;
     assert_eq!(listed.iter().filter(aside).count(), 1 + 3 + 3);
     assert!(listed.iter().all(|one| one.state.as_ref().is_ok_and(|state| state.step == one.step)));
-    // Given its name back, one is a checkpoint again.
+    // With its old name, a directory is a checkpoint again.
     let newest = run_directory.checkpoint(10);
     fs::remove_dir_all(&newest).unwrap();
     fs::rename(run_directory.checkpoints().join("aside-step-10"), &newest).unwrap();
@@ -90,7 +90,7 @@ fn learning_rates(recipe: &Recipe) -> Vec<f64> {
     lines.into_iter().map(|line| line.learning_rate).collect()
 }
 
-/// Of a run that is stopped at `step` and goes on with a longer stage to its end.
+/// Returns the results of a run that is stopped at `step` and continues with a longer stage to its end.
 fn grown_at(step: u64, longer: &str) -> Results {
     let place = TestRun::new();
     stop_at(&place.recipe(&[]), step);
@@ -125,8 +125,8 @@ fn a_grown_run_ends_the_same_however_it_is_interrupted() {
     let place = TestRun::new();
     stop_at(&place.recipe(&[]), 3);
     assert!(finish_in_parts(&place.recipe(&LONGER[..1]), 4..13) == expected);
-    // Killed between two checkpoints after it, and again with the newest checkpoint damaged: the one
-    // before it is from before the growth.
+    // Killed between two checkpoints after it, and again with the newest checkpoint damaged: the checkpoint before is
+    // from before the growth.
     let place = TestRun::new();
     stop_at(&place.recipe(&[]), 3);
     let recipe = place.recipe_in("copy", &LONGER[..1]);
@@ -169,11 +169,11 @@ fn a_finished_run_goes_on_with_a_longer_last_stage() {
     let rates = learning_rates(&recipe);
     assert_eq!(rates[9], old.learning_rate(5));
     assert_eq!(rates[10], new.learning_rate(6));
-    // From before its first end it stops there, and goes on, again.
+    // Resumed before the stage's first end, the run reaches this end, and extends the stage again.
     for step in [8, 10, 12] {
         assert!(finish_from(&recipe, step) == expected, "from {step}");
     }
-    // And once more.
+    // Once more.
     let recipe = place.recipe(&[KEEP, "stage.moh.tokens=640"]);
     let expected = finish(&recipe);
     assert_eq!(expected.metrics.len(), 15);
@@ -206,14 +206,14 @@ fn metrics_that_begin_in_a_later_stage_keep_their_steps_when_an_earlier_one_has_
     let recipe = place.recipe(&LONGER[..1]);
     stop_at(&recipe, 9);
     fs::remove_file(run_of(&recipe).metrics()).unwrap();
-    // Begun again with step 2 of the second stage, after eight steps of the first.
+    // Resumed with step 2 of the second stage, after eight steps of the first stage.
     stop_at(&recipe, 11);
     let steps: Vec<_> =
         finish(&recipe).metrics.iter().map(|line| line["step"].as_u64().unwrap()).collect();
     assert_eq!(steps, [2, 3, 4, 5]);
 }
 
-/// Returns the recipe with a third stage, like the first but for its name, and with these overrides.
+/// Returns the recipe with a third stage, like the first except its name, and with these overrides.
 fn with_third_stage(place: &TestRun, overrides: &[&str]) -> Recipe {
     let mut recipe = place.recipe(overrides);
     let mut stage = recipe.stages[0].clone();
@@ -236,7 +236,7 @@ fn an_appended_stage_gives_the_bits_of_a_run_that_had_it_from_the_start() {
         let recipe = with_third_stage(&place, &[KEEP]);
         assert!(finish(&recipe) == expected, "after step {stop}");
         assert!(finish_from(&recipe, 4) == expected, "after step {stop}, from 4");
-        // It is the run's own from then on.
+        // The third stage is part of the run from then on.
         let error = refusal(&first);
         assert!(
             error.contains("stage: was \"adapt, moh, again\", now")
@@ -297,7 +297,7 @@ fn validation_sets_come_and_go_without_a_change_of_a_weight() {
         recipe.data.validation = sets;
         let start = Start { stop_at: stop, ..Start::default() };
         let done = start.run_and_hear(&recipe, |event, _| {
-            // Of one set alone the text had changed; a set that was not there before has no earlier losses.
+            // Only the text of `code` changes, and a set that was absent before has no earlier losses.
             assert!(!matches!(event, Event::Warning { .. }), "{stop}: {event:?}");
         });
         assert!(matches!(done.unwrap(), Outcome::Stopped { .. } | Outcome::Finished(_)));
@@ -315,7 +315,7 @@ fn validation_sets_come_and_go_without_a_change_of_a_weight() {
     let summary: serde_json::Value = serde_json::from_str(&found.summary).unwrap();
     let evaluations = summary["evaluations"].as_array().unwrap();
     let of_sets: Vec<_> = evaluations.iter().map(|one| one["set"].as_str().unwrap()).collect();
-    // The first stage ended without a set, and the second began with none.
+    // The first stage ended, and the second stage started, without validation sets.
     assert_eq!(of_sets, ["validation", "validation"]);
     assert!(!found.summary.contains("code"));
     let record = fs::read_to_string(run_of(&recipe).inputs()).unwrap();

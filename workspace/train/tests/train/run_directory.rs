@@ -1,5 +1,5 @@
-//! A run directory is marked by a run or it is refused, and a directory that is moved or removed under a run is not made
-//! again.
+//! A run directory is marked by a run or it is refused. A directory that is moved or removed while the run trains is
+//! not created again.
 
 use std::fs;
 use std::path::Path;
@@ -26,7 +26,7 @@ fn refusal_at(recipe: &Recipe, path: &Path) -> String {
     done.unwrap_err().to_string()
 }
 
-/// Begins a run again, in a directory that may have one.
+/// Starts a new run, in a directory that may have a run.
 const ANEW: Start<'_> = Start { resume_step: None, begin_anew: true, stop_at: 0, copies: &[] };
 
 #[test]
@@ -57,7 +57,7 @@ fn a_directory_with_files_of_a_user_is_refused_and_unchanged() {
         }
         fs::remove_dir_all(root).unwrap();
     }
-    // An empty one is taken, also with what a process leaves that ends before it marks the directory.
+    // An empty directory is accepted, also with the files of a process that ended before it marked the directory.
     fs::create_dir_all(root).unwrap();
     fs::write(root.join(".lock"), "").unwrap();
     fs::write(root.join(".tmp-.moh-run-abcdef"), "").unwrap();
@@ -119,7 +119,7 @@ fn beginning_anew_renames_the_directory_with_all_that_is_in_it() {
         let name = path.strip_prefix(root).unwrap();
         assert!(name.ends_with(".moh-run") || fs::read(before.join(name)).unwrap() == bytes);
     }
-    // The earlier run is one.
+    // The renamed directory is still a run.
     let moved = place.recipe_in("run.before-1", &[]);
     assert!(matches!(run(&moved), Ok(Outcome::AlreadyFinished(_))));
     // Another process that trains is not disturbed.
@@ -195,7 +195,7 @@ fn an_edited_recipe_of_the_run_is_compared_and_kept() {
         fs::write(&path, text).unwrap();
         Recipe::load(&path, &[]).unwrap()
     };
-    // What the run was started with is known, whatever the file says.
+    // The run's first recipe is known, whatever the file has.
     let error = refusal_at(&load(&text.replace("seed = 1", "seed = 2 # mine")), &path);
     assert!(error.contains("run.seed: was 1, now 2"), "{error}");
     assert!(fs::read_to_string(&path).unwrap().contains("# mine"));
@@ -295,8 +295,8 @@ fn an_export_with_other_files_is_kept_when_the_run_goes_on() {
         assert_eq!(fs::read(kept).unwrap(), bytes);
     }
     assert!(!export.join("model.gguf").exists() && export.join("config.json").is_file());
-    // One that is no model is kept too, and one with the names of an export is replaced. What earlier versions
-    // recorded of an export is not read.
+    // A directory that is not a model is kept too, and a directory with the names of an export is replaced. Records of
+    // an export by earlier versions are not read.
     fs::remove_file(export.join("config.json")).unwrap();
     let heard = warnings(&place.recipe(&["stage.moh.tokens=448"]));
     assert!(heard.iter().any(|text| text.ends_with("export-before-step-12")), "{heard:?}");

@@ -1,5 +1,5 @@
-//! Checkpoints are written while training goes on: which ones, when they are complete, and what happens
-//! where they cannot be written.
+//! Checkpoints are written while training continues: their steps, their completion, and the result where they cannot be
+//! written.
 
 use std::fs;
 use std::path::PathBuf;
@@ -25,7 +25,7 @@ impl Disk {
         Disk { checkpoints: run.checkpoints(), aside: run.root().join("aside") }
     }
 
-    /// While no checkpoint is in flight.
+    /// Loses the directory, while no checkpoint is in flight.
     fn lose(&self) {
         fs::rename(&self.checkpoints, &self.aside).unwrap();
         fs::write(&self.checkpoints, "").unwrap();
@@ -45,7 +45,7 @@ fn a_checkpoint_is_complete_when_it_is_announced() {
     Start::default().finish_and_hear(&recipe, |event, _| {
         if let Event::Checkpoint { path, step, seconds } = event {
             assert!(path.ends_with(format!("step-{step}")) && *seconds > 0.0);
-            // A later one may have removed it.
+            // A later checkpoint may have removed it.
             assert!(path.join("manifest.json").is_file() || announced.len() > 1);
             announced.push(*step);
         }
@@ -169,7 +169,7 @@ fn a_run_with_a_time_limit_stops_in_time_and_continues_to_the_same_end() {
         let options = RunOptions { time_limit, ..RunOptions::new(&stop) };
         run_in(&World::single(), &recipe, options, &mut |_| {}).unwrap()
     };
-    // No time is left after a step: each start takes one.
+    // No time is left after a step: each start runs one step.
     for step in 1..=3 {
         assert_eq!(limited(Duration::from_nanos(1)), Outcome::Stopped { step });
     }

@@ -1,4 +1,4 @@
-//! Stages with a teacher: the same trajectory on any layout of ranks, the same bits after a stop, and what is refused.
+//! Stages with a teacher: the same trajectory on any layout of ranks, the same bits after a stop, and refusals.
 
 use std::fs;
 use std::path::Path;
@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 /// Four layers, for pipelines of four stages.
 const LAYERS: &str = "model.new.num_hidden_layers=4";
 
-/// A finished run, whose last checkpoint and export are teachers.
+/// A finished run. Its last checkpoint and its export are teachers.
 struct Trained {
     place: TestRun,
     run: RunDirectory,
@@ -34,7 +34,7 @@ impl Trained {
         Trained { place, run: run_of(&recipe) }
     }
 
-    /// Its last checkpoint, of a Mixture-of-Head model.
+    /// Returns the name of its last checkpoint, of a Mixture-of-Head model.
     fn checkpoint(&self) -> String {
         format!("{}@10", self.run.root().display())
     }
@@ -71,7 +71,7 @@ fn losses(results: &Results, name: &str) -> Vec<f64> {
 #[test]
 fn every_layout_with_a_teacher_ends_as_one_rank() {
     let trained = Trained::new();
-    // Ranks, tensor, pipeline and chunks: data alone, with ranks that have no work, and each of the others.
+    // Ranks, tensor, pipeline and chunks: data alone, with ranks that have no work, and each other kind.
     let layouts = [
         (2, [1, 1, 1]),
         (11, [1, 1, 1]),
@@ -82,8 +82,8 @@ fn every_layout_with_a_teacher_ends_as_one_rank() {
         (4, [1, 2, 2]),
         (8, [2, 2, 2]),
     ];
-    // The run's own model with a vocabulary that has grown, and a Mixture-of-Head teacher with documents apart. The other
-    // stage has none.
+    // The run's own model with a vocabulary that has grown, and a Mixture-of-Head teacher with documents apart. The
+    // other stage has no teacher.
     let apart = ["data.document_mask=true", "memory.recompute=block"];
     for (taught, teacher, changes) in [
         ("moh", "start".to_owned(), &["model.pad_vocab_to=96"][..]),
@@ -127,7 +127,7 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
             recipe.stages[1].distill = recipe.stages[0].distill.clone();
             recipe
         };
-        // What a process that was killed after step 4 would leave.
+        // The files that a process killed after step 4 would leave.
         let copy = recipe("copy");
         let copies = [(4, copy.run.dir.as_path())];
         let whole = Start { copies: &copies, ..Start::default() }.finish(&recipe("whole"));
@@ -137,7 +137,7 @@ fn a_stop_and_a_kill_leave_the_same_bits() {
     }
 }
 
-/// The teacher sees what the student sees, with documents apart too, and teaches the rows of the vocabulary that it has.
+/// The teacher gets the student's input, with documents apart too, and teaches the rows of the vocabulary that it has.
 #[test]
 fn a_student_that_has_not_moved_has_no_distillation_loss() {
     let trained = Trained::new();
@@ -177,7 +177,7 @@ fn weights_that_leave_the_teacher_out_leave_the_run_as_it_is() {
     without.stages[1].distill = None;
     let mut with = trained.recipe("with", "moh", &trained.export(), &[]);
     let distill = with.stages[1].distill.as_mut().unwrap();
-    // Too small to change an f32.
+    // A weight too small to change an f32.
     (distill.weight, distill.cross_entropy) = (1e-30, 1.0);
     let mut found = finish(&with);
     for line in &mut found.metrics {
@@ -211,7 +211,7 @@ fn a_teacher_that_does_not_fit_is_refused_before_the_run_begins() {
         refuses(&recipe, reason);
         assert!(!recipe.run.dir.exists(), "{teacher}");
     }
-    // The tokenizer of the run's model, and another one with as many tokens.
+    // The tokenizer of the run's model, and another tokenizer with as many tokens.
     let [model, same, different] = [("model", "w0"), ("same", "w0"), ("different", "w1")]
         .map(|(name, word)| trained.changed(name, |directory| write_tokenizer(directory, word)));
     let recipe = |teacher: &str| {
@@ -233,7 +233,7 @@ fn a_run_that_resumes_has_its_teacher() {
     let teacher = trained.changed("teacher", |_| {});
     let recipe = |teacher: &str| trained.recipe("resumed", "moh", teacher, &[]);
     stop_at(&recipe(&teacher), 6);
-    // It may move.
+    // The teacher may move.
     let moved = format!("{teacher}-moved");
     fs::rename(&teacher, &moved).unwrap();
     stop_at(&recipe(&moved), 7);

@@ -1,5 +1,5 @@
-//! The timeline of a step: spans that lie within each other, with every block of every micro-batch, and
-//! a run that ends as one without a timeline.
+//! The timeline of a step: nested spans, with every block of every micro-batch, and a run that ends as a run without a
+//! timeline.
 
 use std::fs;
 use std::path::Path;
@@ -18,7 +18,7 @@ use serde_json::Value;
 const MICRO_BATCHES: usize = 2;
 const BLOCKS: usize = 2;
 
-/// Runs a recipe to its end on threads that play so many ranks.
+/// Runs a recipe to its end on `ranks` threads that act as ranks.
 fn train(ranks: usize, recipe: &Recipe, trace: &TraceSteps) {
     on_ranks(ranks, |world| {
         let stop = AtomicBool::new(false);
@@ -28,11 +28,11 @@ fn train(ranks: usize, recipe: &Recipe, trace: &TraceSteps) {
     });
 }
 
-/// A span and what lies in it.
+/// A span and the spans in it.
 #[derive(Debug)]
 struct Node {
     name: String,
-    /// Beginning and end in nanoseconds.
+    /// Start and end in nanoseconds.
     time: (i64, i64),
     children: Vec<Node>,
 }
@@ -54,7 +54,7 @@ impl Node {
     }
 }
 
-/// Returns the step of a timeline, every span in the one that it lies in; spans that overlap fail.
+/// Returns the step of a timeline, with every span in its enclosing span. Fails if spans overlap.
 fn read(path: &Path, rank: u64) -> Node {
     let events: Vec<Value> = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
     assert_eq!(events[0]["args"]["name"], format!("rank {rank}"));
@@ -151,7 +151,7 @@ fn every_rank_writes_a_timeline_with_its_exchanges() {
         assert!(!run.trace(step, None).exists());
         for rank in 0..2 {
             let found = read(&run.trace(step, Some(rank)), rank as u64);
-            // Each rank takes one of the two micro-batches.
+            // Each rank runs one of the two micro-batches.
             let [own, other] = [rank, 1 - rank].map(|number| format!("forward {number}"));
             assert_eq!((found.count(&own), found.count(&other)), (1, 0), "{found:?}");
             for exchange in ["reduce_scatter", "all_gather", "all_reduce"] {

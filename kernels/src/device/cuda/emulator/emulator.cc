@@ -1,8 +1,8 @@
 // Every kernel as one unit for the CPU, and the functions that mod.rs calls.
 #include "../../../operators/kernels.cu"
 
-// Runs a kernel on the CPU, `parameters` pointing at each of its structures; false where there is
-// none of that name. Its threads run in the order of `schedule_seed`.
+// Runs a kernel on the CPU, with `parameters` pointing at each of its structures; returns false if no
+// kernel has this name. Its threads run in the order of `schedule_seed`.
 extern "C" bool emulated_launch(const char* name, const uint32_t* grid, uint32_t threads,
                                 uint32_t shared_bytes, uint32_t schedule_seed,
                                 void** parameters) {
@@ -15,7 +15,7 @@ extern "C" bool emulated_launch(const char* name, const uint32_t* grid, uint32_t
     return true;
 }
 
-// Writes the emulated tensor map of a tensor, whose sizes are those of emulated::TensorMapFields.
+// Writes the emulated tensor map of a tensor; emulated::TensorMapFields defines the sizes.
 extern "C" void emulated_tensor_map(TensorMap* map, const void* elements,
                                     const uint64_t* dimensions, const uint64_t* strides,
                                     const uint32_t* box) {

@@ -3,14 +3,15 @@
 // Covers the subset of CUDA C++ that the kernels use: built-in variables, barriers, warp
 // collectives, atomics, bf16 and shared memory. Blocks run in sequence. The threads of a block are
 // fibers on the calling OS thread; a fiber yields only at a barrier or a warp collective. All state
-// is thread_local, so several OS threads may launch at once.
+// is thread_local, so several OS threads may launch kernels at the same time.
 //
-// To expose races and missing waits, dynamic shared memory starts as NaN, cp.async copies complete
-// only when waited for, other asynchronous work is deferred until no thread can continue, and a
-// launch's `emulated::schedule_seed` varies the order of both. threads.h implements the threads,
-// sm90.h the instructions of sm_90, kernel_table.h the kernels by name; `*_instructions.h` are the
-// kernels' functions of ../mma.cuh and ../sm90.cuh. emulator.cc is the compiled unit, and mod.rs
-// its caller.
+// To expose races and missing waits, dynamic shared memory starts as NaN. cp.async copies complete
+// only when waited for. Other asynchronous work is deferred until no thread can continue. A
+// launch's `emulated::schedule_seed` varies the order of threads and of deferred work.
+//
+// threads.h implements the threads, sm90.h the instructions of sm_90, and kernel_table.h the kernels by name.
+// `*_instructions.h` implement the kernels' functions of ../mma.cuh and ../sm90.cuh. emulator.cc is the
+// compiled unit, and mod.rs its caller.
 #pragma once
 
 #include <algorithm>
@@ -92,7 +93,7 @@ void launch_pointers(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_
                     std::index_sequence_for<Parameters...>());
 }
 
-// One function per kernel, all of the same type: arguments[i] points to the i-th parameter, like
+// One function per kernel, all with the same type: arguments[i] points to the i-th parameter, like
 // the arguments of cuLaunchKernel.
 template <auto Kernel>
 void launch_erased(dim3 grid, dim3 block, size_t shared_bytes, void** arguments) {
@@ -114,7 +115,7 @@ inline void copy_async_wait(unsigned newest) {
     Fiber& fiber = *machine().current;
     size_t kept = 0;
     for (const PendingCopy& copy : fiber.copies) {
-        // Groups count modulo 2^32; an uncommitted copy has age 0.
+        // Groups count modulo 2^32. An uncommitted copy has age 0.
         if (fiber.copy_group - copy.group <= newest) {
             fiber.copies[kept++] = copy;
             continue;
@@ -222,7 +223,7 @@ inline int __float_as_int(float value) { return emulated::reinterpret_bits<int>(
 inline float __uint_as_float(unsigned value) { return emulated::reinterpret_bits<float>(value); }
 inline float __int_as_float(int value) { return emulated::reinterpret_bits<float>(value); }
 
-// The threads that could meet in an atomic are fibers of one OS thread.
+// Threads that could conflict in an atomic are fibers of one OS thread.
 template <typename T, typename U>
 T atomicAdd(T* address, U value) {
     T old = *address;
@@ -251,7 +252,7 @@ void __stcs(T* address, T value) {
 
 inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
 inline double rsqrt(double value) { return 1.0 / std::sqrt(value); }
-// The C library declares some of these names for itself.
+// The C library declares some of these names too.
 inline float emulated_expf(float value) { return std::exp(value); }
 inline float emulated_logf(float value) { return std::log(value); }
 #define __expf(value) emulated_expf(value)
@@ -269,7 +270,7 @@ inline float __saturatef(float value) { return std::min(std::max(value, 0.0f), 1
 // ---- bf16 ----
 
 namespace emulated {
-// Rounds to nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even. A NaN stays a NaN.
 inline unsigned short bf16_bits(float value) {
     unsigned bits = reinterpret_bits<unsigned>(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;

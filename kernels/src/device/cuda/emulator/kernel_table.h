@@ -1,4 +1,4 @@
-// The emulated kernels by name, entered by `EXPORT` (../operators.cuh) before the program starts.
+// The emulated kernels by name; `EXPORT` (../operators.cuh) adds them before the program starts.
 #pragma once
 
 #include <map>

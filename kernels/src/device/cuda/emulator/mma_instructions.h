@@ -1,4 +1,4 @@
-// The functions of mma.cuh on the CPU, which includes this file.
+// The functions of mma.cuh on the CPU; mma.cuh includes this file.
 #pragma once
 
 using SharedAddress = unsigned char*;
@@ -25,7 +25,7 @@ inline void ldmatrix_x4_trans(uint32_t (&r)[4], SharedAddress row) {
 }
 
 inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    // Each lane's fragments as floats, so that they are converted once.
+    // Each lane's fragments as floats, so that every element is converted once.
     struct Fragments {
         float2 a[4], b[2];
     } own;

@@ -1,5 +1,5 @@
 //! The kernels compiled for the CPU, which runs their blocks in sequence (`emulator.h`). Addresses
-//! are the host's.
+//! are host addresses.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ffi::{CString, c_char, c_void};
@@ -14,17 +14,17 @@ use super::parameters::TensorMap;
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::{DType, Element, Error, MemoryInfo, Result};
 
-/// Host memory as a device's memory.
+/// Host memory that serves as a device's memory.
 #[derive(Default)]
 pub(super) struct Emulator {
-    /// 0 runs threads in order, other values in a random order that follows from them.
+    /// 0 runs threads in order, other values in a random order that depends only on the seed.
     schedule_seed: u32,
     allocations: AtomicU64,
     frees: AtomicU64,
     launches: AtomicU64,
 }
 
-/// What an emulated GPU was asked to do so far.
+/// The calls of an emulated GPU so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EmulatedCalls {
     /// Buffers allocated.
@@ -39,14 +39,14 @@ const ALIGNMENT: usize = 256;
 /// Blocks run in sequence; several multiprocessors test the division of work.
 const MULTIPROCESSORS: usize = 3;
 
-/// Bytes with the strictest alignment of a kernel's structs.
+/// Bytes with the strictest alignment that a kernel's structs have.
 #[repr(C, align(128))]
 #[derive(Clone, Copy, Pod, Zeroable)]
 struct Aligned([u8; 128]);
 
 #[allow(unsafe_code)]
 unsafe extern "C" {
-    /// Runs a kernel; false if there is none of that name (emulator.cc).
+    /// Runs a kernel; returns false if no kernel has this name (emulator.cc).
     fn emulated_launch(
         name: *const c_char,
         grid: *const u32,
@@ -86,7 +86,7 @@ impl Device for Emulator {
     }
 
     fn most_shared_bytes(&self) -> usize {
-        // Hopper's.
+        // The limit of Hopper.
         227 * 1024
     }
 
@@ -195,8 +195,8 @@ impl Device for Emulator {
         let mut structures: Vec<Vec<Aligned>> = parameters.iter().map(aligned).collect();
         let pointers: Vec<*mut c_void> =
             structures.iter_mut().map(|structure| structure.as_mut_ptr().cast()).collect();
-        // SAFETY: the kernel of that name takes the structs that its operator passes, whose
-        // addresses come from views of the lengths that the operator checked.
+        // SAFETY: the operator passes the structs that the kernel of this name expects. Their
+        // addresses come from views of lengths that the operator checked.
         #[allow(unsafe_code)]
         let found = unsafe {
             emulated_launch(
@@ -225,8 +225,8 @@ impl Device for Emulator {
 
 fn multiply<T: Element, O: Element>(matmul: &Matmul) {
     let (rows, columns) = (matmul.out.rows, matmul.out.columns);
-    // SAFETY: operators create operands from views of rows x columns elements; out is the only
-    // access to its elements, except for an addend at the same address, of which no slice is made.
+    // SAFETY: operators create operands from views of rows x columns elements. Only out
+    // accesses its elements. An addend at the same address is not made a slice.
     #[allow(unsafe_code)]
     let (out, addend) = unsafe {
         let slice = |address: u64| std::slice::from_raw_parts(address as *const O, rows * columns);

@@ -1,10 +1,11 @@
 // The instructions of sm_90 on the CPU: mbarriers, the copy engine and wgmma.
 //
 // They interpret the same input as the GPU: matrix descriptors over the swizzled bytes of shared
-// memory, tensor maps with their boxes, phases of barriers. Asynchronous work happens as late as
-// possible: copies when no thread can continue without them (at random times if
-// `emulated::schedule_seed` is not 0), products when they are waited for, reductions when their
-// source may be overwritten. Memory that must not change meanwhile is checked.
+// memory, tensor maps with their boxes, phases of barriers. Asynchronous work happens as late as possible:
+// - copies when no thread can continue without them, or at random times if `emulated::schedule_seed` is not 0;
+// - products when they are waited for;
+// - reductions when their source may be overwritten.
+// Memory that must not change in the meantime is checked.
 #pragma once
 
 #include "emulator.h"
@@ -172,8 +173,8 @@ inline float number_at(unsigned address) {
     return reinterpret_bits<float>(uint32_t(bits) << 16);
 }
 
-// The address of element (row, k) of the operand of a descriptor with 128-byte swizzle; a row is
-// one of M or N. In a transposed operand, adjacent elements differ in the row, in others in k.
+// The address of element (row, k) of the operand of a descriptor with 128-byte swizzle; "row" is
+// a row of A or a column of B. In a transposed operand, adjacent elements differ in the row, otherwise in k.
 inline unsigned operand_address(uint64_t descriptor, bool transposed, unsigned row, unsigned k) {
     unsigned start = unsigned(descriptor & 0x3fff) * 16;
     unsigned leading = unsigned(descriptor >> 16 & 0x3fff) * 16;
@@ -277,8 +278,8 @@ inline void wgmma_commit() {
     machine().give_way();
 }
 
-// Computes the products of all groups except the `newest` last ones. The first lane does so for its
-// warp, after every lane has arrived.
+// Computes the products of all groups except the `newest` last ones. After every lane has arrived, the
+// first lane computes them for its warp.
 inline void wgmma_wait(unsigned newest) {
     Machine& self = machine();
     Fiber& fiber = *self.current;

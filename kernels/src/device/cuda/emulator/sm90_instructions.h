@@ -1,4 +1,4 @@
-// The functions of sm90.cuh on the CPU, which includes this file; sm90.h implements them.
+// The functions of sm90.cuh on the CPU; sm90.cuh includes this file, and sm90.h implements them.
 #pragma once
 
 #include "sm90.h"
@@ -49,7 +49,7 @@ void reduce_wait() {
     emulated::reduce_wait(NEWEST, true);
 }
 
-// Blocks run one after the other: a semaphore that has another value now never reaches this one.
+// Blocks run in sequence: a semaphore with another value now never reaches this value.
 inline void semaphore_wait(const uint32_t* semaphore, uint32_t value) {
     if (*semaphore != value) emulated::Machine::fail("a block waits for a later one");
 }
@@ -87,7 +87,7 @@ inline void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]) {
     unsigned lane = emulated::machine().current->lane;
     for (unsigned i = 0; i < 4; ++i)
         std::memcpy(lanes[8 * i + lane / 4].row + lane % 4 * 4, &r[i], 4);
-    // Marked as this lane's own row: the fence is this lane's too.
+    // Marked as a row of this lane: the fence must be by this lane too.
     emulated::machine().mark_written(row, 16);
 }
 

@@ -34,7 +34,7 @@ struct dim3 {
 
 namespace emulated {
 
-// A copy of cp.async, which is executed when its group is waited for.
+// A copy of cp.async, executed when its group is waited for.
 struct PendingCopy {
     void* destination;
     const void* source;
@@ -47,7 +47,7 @@ struct Context {
     void* stack_pointer = nullptr;
 };
 
-// Saves the running fiber in `save` and continues the one whose stack pointer is `load`.
+// Saves the running fiber in `save` and continues the fiber with the stack pointer `load`.
 __attribute__((naked, noinline)) inline void switch_stack(void**, void*) {
     asm("pushq %rbp\n\tpushq %rbx\n\tpushq %r12\n\tpushq %r13\n\tpushq %r14\n\tpushq %r15\n\t"
         "movq %rsp, (%rdi)\n\tmovq %rsi, %rsp\n\t"
@@ -59,7 +59,7 @@ inline void switch_context(Context& from, Context& to) {
 }
 
 inline void prepare_context(Context& context, char* stack, size_t bytes, void (*entry)()) {
-    // Six registers, the address to return to, and a slot that aligns the entry's frame.
+    // Six registers, the return address, and a slot that aligns the entry's frame.
     void** top = reinterpret_cast<void**>(stack + bytes) - 8;
     std::fill(top, top + 8, nullptr);
     top[6] = reinterpret_cast<void*>(entry);
@@ -82,7 +82,7 @@ inline void prepare_context(Context& context, char* stack, size_t bytes, void (*
 #endif
 
 // Pending wgmma product: D (16 rows of this warp, 4 elements per lane and 8 columns) += A B, 16
-// deep. A is in registers if `a_registers` is not null, or else in shared memory.
+// deep. A is in registers if `a_registers` is not null, otherwise in shared memory.
 struct PendingProduct {
     float* sums;
     unsigned columns;
@@ -121,10 +121,10 @@ struct Fiber {
     std::vector<unsigned> written;
 };
 
-// Fibers that wait until `expected` of them have arrived.
+// Fibers that wait until `expected` fibers have arrived.
 struct Barrier {
     std::vector<Fiber*> waiting;
-    // Two sets, for fibers that have reached the next use while others still read.
+    // Two sets, for fibers that have reached the next use while other fibers still read.
     int count[2] = {0, 0};
     unsigned parity = 0;
 };
@@ -193,7 +193,7 @@ class Machine {
         return shared_ + (offset - SHARED_BASE);
     }
 
-    // Ordinary stores, which the copy engine and wgmma must not read before fence.proxy.async.
+    // Ordinary stores. The copy engine and wgmma must not read them before fence.proxy.async.
     void mark_written(const void* pointer, unsigned bytes) {
         auto offset = static_cast<const unsigned char*>(pointer) - shared_;
         if (offset < 0 || size_t(offset) >= shared_bytes_) return;
@@ -275,7 +275,7 @@ class Machine {
         current = nullptr;
     }
 
-    // __syncthreads, which also counts the threads whose predicate holds.
+    // __syncthreads, which also counts the threads with a true predicate.
     int sync_block(bool predicate) {
         int* count = &block_barrier_.count[block_barrier_.parity];
         *count += predicate;
@@ -283,7 +283,7 @@ class Machine {
         return *count;
     }
 
-    // Hands `value` to every lane of `mask` and returns theirs.
+    // Passes `value` to every lane of `mask` and returns the values of all of them.
     template <typename T>
     Exchanged<T> exchange(unsigned mask, const T& value) {
         static_assert(sizeof(T) <= MAX_EXCHANGE && std::is_trivially_copyable_v<T>);
@@ -399,7 +399,7 @@ class Machine {
         return index;
     }
 
-    // For some time one warp, four neighbours, any warps or none lag behind.
+    // For some time one warp, four neighbours, random warps or no warps lag behind.
     void choose_lagging() {
         unsigned warp = draw() % 32, kind = draw() % 4;
         if (kind == 0) lagging_ = 1u << warp;
@@ -414,7 +414,7 @@ class Machine {
         work();
     }
 
-    // Switches to another fiber, or back to run_block when none can continue.
+    // Switches to another fiber, or back to run_block if no fiber can continue.
     void leave(Fiber* self) {
         while (ready_.empty() && !deferred_.empty()) work_on(0);
         if (ready_.empty()) {

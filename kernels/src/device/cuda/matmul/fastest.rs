@@ -7,10 +7,10 @@ use cudarc::driver::sys::{CUevent, CUevent_flags, CUstream};
 use super::plan::Plan;
 use super::{Library, Matmul};
 
-/// Timed repetitions of an algorithm, after one to warm up.
+/// Timed repetitions of an algorithm, after an untimed one.
 const TIMED: usize = 3;
-/// The scale of a matmul that accumulates into its own output while algorithms are timed:
-/// negligible relative to the result that follows, while the library could skip a scale of 0.
+/// The scale of a matmul that accumulates into its own output while algorithms are timed. It is
+/// negligible relative to the result that follows; with a scale of 0 the library could skip the work.
 const NOTHING: f32 = 1e-30;
 
 /// Two events on a stream.
@@ -21,7 +21,7 @@ struct Stopwatch {
 }
 
 impl Stopwatch {
-    /// `None` if the driver has no events left.
+    /// Creates the events; `None` if the driver has no events left.
     fn new(stream: CUstream) -> Option<Self> {
         let event = || event::create(CUevent_flags::CU_EVENT_DEFAULT).ok();
         let start = event()?;
@@ -32,7 +32,7 @@ impl Stopwatch {
         Some(Stopwatch { stream, start, end })
     }
 
-    /// Milliseconds of the work that `work` enqueues on the stream; `None` if it fails.
+    /// Returns the milliseconds of the work that `work` enqueues on the stream; `None` if it fails.
     fn time(&self, work: impl FnOnce() -> Option<()>) -> Option<f32> {
         // SAFETY: the events and the stream are valid.
         #[allow(unsafe_code)]
@@ -61,7 +61,7 @@ fn destroy(event: CUevent) {
 
 impl Plan {
     /// Times every algorithm on the operands of `matmul`. The output is overwritten; an accumulated
-    /// output changes by a negligible amount. Failing algorithms are not selected.
+    /// output changes by a negligible amount. A failing algorithm is not selected.
     pub(super) fn put_first_the_fastest(
         &mut self,
         library: &Library,

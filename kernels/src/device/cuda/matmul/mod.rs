@@ -1,6 +1,6 @@
 //! Matmuls by cuBLASLt, with one cached plan per shape.
 //!
-//! cuBLASLt's matrices are column-major, this crate's row-major: it is given the transposes, which
+//! cuBLASLt's matrices are column-major, this crate's row-major. cuBLASLt multiplies the transposes, which
 //! are the same memory, in reverse order.
 
 mod fastest;
@@ -21,18 +21,19 @@ use crate::error::{Error, Result};
 use plan::Plan;
 
 const WORKSPACE: usize = crate::gpu_sizes::MATMUL;
-/// Algorithms that are timed.
+/// Number of timed algorithms.
 const CANDIDATES: usize = 8;
 /// Minimum multiply-adds of a timed matmul: about 30 microseconds on a large GPU.
 const WORTH_TIMING: u128 = 10_000_000_000;
 
-/// Alignment of whole buffers and of most addresses within: cuBLASLt has more algorithms for larger
+/// Alignment of whole buffers and of most addresses within them. cuBLASLt has more algorithms for larger
 /// alignments.
 const ALIGNMENT: u32 = 256;
 
-/// Rows for which the algorithm of [`Algorithms::OfAnyRows`] is chosen.
+/// Number of rows with which cuBLASLt chooses the algorithm of [`Algorithms::OfAnyRows`].
 const FEW_ROWS: usize = 64;
-/// Largest alignment for which it is chosen, in bytes: a part of a buffer's rows has the same one as the whole.
+/// Largest alignment in keys of [`Algorithms::OfAnyRows`], in bytes: part of a buffer's rows then gets the same
+/// alignment as the whole buffer.
 const ROW_ALIGNMENT: u32 = 16;
 
 /// The key of a plan: shapes, types, transposition, presence of an addend, the common power-of-two
@@ -78,11 +79,11 @@ impl Key {
     }
 }
 
-/// Returns the largest alignment of the plans' keys that all addresses have, in bytes.
+/// Returns the largest of the keys' alignments that all addresses have, in bytes.
 fn alignment(addresses: impl Iterator<Item = u64>) -> u32 {
     let bits = addresses.fold(0, |bits, address| bits | address);
     let has = |alignment: &u32| bits.is_multiple_of(u64::from(*alignment));
-    // Elements themselves are aligned.
+    // Addresses are aligned at least to an element.
     [ALIGNMENT, 16, 4].into_iter().find(has).unwrap_or(2)
 }
 
@@ -128,9 +129,9 @@ impl Matmuls {
 
     /// Enqueues the matmul on `stream`.
     ///
-    /// The algorithm is cuBLASLt's first for the shape, or for a few rows in it, the same in every
-    /// run. For a large matmul with [`Algorithms::Fastest`] it is the fastest of several, timed on the
-    /// operands of the first matmul of its shape.
+    /// The algorithm is cuBLASLt's first for the shape, or with [`Algorithms::OfAnyRows`] for a few rows: the same in
+    /// every run. For a large matmul with [`Algorithms::Fastest`] it is the fastest of several, timed on the operands
+    /// of the first matmul with its shape.
     pub(super) fn run(
         &mut self,
         matmul: &Matmul,

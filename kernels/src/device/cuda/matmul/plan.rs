@@ -9,7 +9,7 @@ use super::{Key, WORKSPACE};
 use crate::cuda::device::{Algorithms, Operand};
 use crate::scalar::DType;
 
-/// The descriptors of a matmul and its matrices, and its algorithms, the first of which is used.
+/// The descriptors of a matmul and its matrices, and its algorithms. The first algorithm is used.
 pub(super) struct Plan {
     pub(super) description: sys::cublasLtMatmulDesc_t,
     pub(super) out: sys::cublasLtMatrixLayout_t,
@@ -128,7 +128,7 @@ fn layout(operand: &Operand) -> Result<sys::cublasLtMatrixLayout_t, CublasError>
     let dtype = match operand.dtype {
         DType::F32 => sys::cudaDataType_t::CUDA_R_32F,
         DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
-        // Operators multiply no other types.
+        // Operators do not multiply other types.
         DType::F16 | DType::F64 | DType::U32 | DType::I16 | DType::U8 => {
             return Err(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED));
         }
@@ -140,8 +140,8 @@ fn layout(operand: &Operand) -> Result<sys::cublasLtMatrixLayout_t, CublasError>
     result::create_matrix_layout(dtype, columns as u64, rows as u64, columns as i64)
 }
 
-/// Constraints on the algorithms: the workspace and the alignment of addresses. With [`Algorithms::OfAnyRows`] they also
-/// exclude algorithms that divide the terms of a sum: these need a workspace that grows with the rows.
+/// Returns the constraints on the algorithms: the workspace and the alignment of addresses. [`Algorithms::OfAnyRows`]
+/// also excludes algorithms that divide the terms of a sum: these need a workspace that grows with the rows.
 fn preference(key: &Key) -> Result<sys::cublasLtMatmulPreference_t, CublasError> {
     use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
     const NO_REDUCTION: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_NONE as u32;

@@ -1,5 +1,5 @@
-//! The backward pass: dQ of the selected rows, and the gradients of all keys and values, which each
-//! task sums over its tiles in f32.
+//! The backward pass: dQ of the selected rows, and the gradients of all keys and values. Each
+//! task sums the latter over its tiles in f32.
 
 use pulp::Arch;
 
@@ -24,7 +24,7 @@ struct Saved<'a, T> {
     d_out: &'a [T],
 }
 
-/// Returns the backward pass with the vector instructions of `arch`.
+/// Runs the backward pass with the vector instructions of `arch`.
 pub(super) fn backward<T: Element>(
     arch: Arch,
     backward: AttentionBackward<'_, Cpu, T>,
@@ -74,7 +74,7 @@ impl<T: Element> Gradients<'_, T> {
     }
 
     /// Writes the gradients of a key/value head for all tokens of a sequence: rows of `width`
-    /// elements times `scale`. `heads` are before the key/value heads in a row.
+    /// elements times `scale`. A row contains `heads` before the key/value heads.
     fn set_sequence(
         &self,
         shape: &AttentionShape,
@@ -95,7 +95,7 @@ impl<T: Element> Gradients<'_, T> {
 
     fn set_delta(&self, row: Row, value: f32) {
         if let Some(delta) = &self.delta {
-            // SAFETY: a (token, head) pair belongs to one task only; the slice ends here.
+            // SAFETY: a (token, head) pair belongs to only one task. The slice ends here.
             #[allow(unsafe_code)]
             unsafe {
                 delta.block_mut(row.token, row.head..row.head + 1)[0] = value;
@@ -104,7 +104,7 @@ impl<T: Element> Gradients<'_, T> {
     }
 }
 
-/// Returns the columns of a row of gradients.
+/// Returns the number of columns in a row of gradients.
 fn width(head_dim: usize, lanes: usize) -> usize {
     if head_dim <= NARROW { NARROW } else { head_dim.next_multiple_of(lanes / 2) }
 }

@@ -7,7 +7,7 @@ use pulp::Simd;
 const COEFFICIENTS: [f32; 5] =
     [1.327_647_2e-3, 9.675_541e-3, 5.550_713_3e-2, 2.402_212e-1, 6.931_469_7e-1];
 
-/// 2^x with a relative error below 2.5e-7 for -126 <= x <= 127, and 0 below -150.
+/// Returns 2^x with a relative error below 2.5e-7 for -126 <= x <= 127, and 0 below -150.
 #[inline(always)]
 pub(super) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     #[cfg(target_arch = "x86_64")]
@@ -41,7 +41,7 @@ pub(super) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
 mod avx512 {
     use std::arch::x86_64::*;
 
-    /// Returns the same with two thirds of the instructions: AVX-512 has one that rounds and one that
+    /// Computes the same with two thirds of the instructions: AVX-512 has an instruction that rounds and another that
     /// multiplies by a power of 2.
     #[inline]
     #[target_feature(enable = "avx512f")]

@@ -6,7 +6,7 @@ use pulp::{Arch, Simd, WithSimd};
 
 use crate::scalar::Element;
 
-/// Columns of the gradients of heads of at most this many elements, for any length of vectors.
+/// Columns of the gradients of heads with at most this many elements, for any length of vectors.
 pub(super) const NARROW: usize = 8;
 
 /// The 32 bits in a lane of a matmul's operand: one or several terms of its sum.
@@ -16,20 +16,20 @@ pub(super) trait Factor: Pod {
     /// Returns whether the machine can multiply elements of this type as these factors.
     fn multiplies<T: Element>(arch: Arch) -> bool;
 
-    /// Returns the factor of terms `term(0)..term(TERMS - 1)`.
+    /// Returns the factor with the terms `term(0)..term(TERMS - 1)`.
     fn of<T: Element>(term: impl Fn(usize) -> T) -> Self;
 
     /// Runs vector code that multiplies these factors.
     fn dispatch<W: WithSimd>(arch: Arch, work: W) -> W::Output;
 
-    /// `sum` plus the products of this factor's terms and those of the vector's factors. Only within
+    /// Returns `sum` plus the products of this factor's terms with the terms of the vector's factors. Only within
     /// [`dispatch`](Self::dispatch).
     fn multiply_add<S: Simd>(self, simd: S, vector: S::f32s, sum: S::f32s) -> S::f32s;
 
-    /// Returns the same for a vector of [`NARROW`] factors, on a machine with longer vectors.
+    /// Computes the same for a vector of [`NARROW`] factors, on a machine with longer vectors.
     fn multiply_add_narrow(self, vector: [Self; NARROW], sum: [f32; NARROW]) -> [f32; NARROW];
 
-    /// Writes the elements of two keys of a block, two vectors each: the block's pair of keys with
+    /// Writes the elements of two keys of a block, two vectors each, to the block's pair of keys with
     /// index `two`.
     fn store<S: Simd>(simd: S, block: &mut Block<'_, Self>, two: usize, keys: [[S::f32s; 2]; 2]);
 
@@ -37,10 +37,10 @@ pub(super) trait Factor: Pod {
     fn choose<'a>(elements: &'a [f32], stored: &'a [Self]) -> &'a [Self];
 }
 
-/// Elements of a block of keys and a tile's rows, `[keys, rows]`, and the same as factors. The
+/// Elements of a block of keys and a tile's rows, `[keys, rows]`, and the same elements as factors. The
 /// buffers of factors are empty if a factor has one term or if no matmul reads them.
 pub(super) struct Block<'a, F> {
-    /// The elements, which are the factors themselves if these have one term.
+    /// The elements; if a factor has one term, they are also the factors.
     pub elements: &'a mut [f32],
     /// Empty, or `[keys / TERMS, rows]`.
     pub along_keys: &'a mut [F],
@@ -49,13 +49,13 @@ pub(super) struct Block<'a, F> {
 }
 
 impl<F: Factor> Block<'_, F> {
-    /// Returns the block as factors of terms along its keys, `[keys / TERMS, rows]`.
+    /// Returns the block as factors with terms along its keys, `[keys / TERMS, rows]`.
     #[inline(always)]
     pub(super) fn factors_along_keys(&self) -> &[F] {
         F::choose(self.elements, self.along_keys)
     }
 
-    /// Returns the block as factors of terms along its rows, `[keys, rows / TERMS]`.
+    /// Returns the block as factors with terms along its rows, `[keys, rows / TERMS]`.
     #[inline(always)]
     pub(super) fn factors_along_rows(&self) -> &[F] {
         F::choose(self.elements, self.along_rows)

@@ -16,7 +16,7 @@ use crate::disjoint::DisjointColumns;
 use crate::scratch::with_scratch;
 use crate::{Cpu, Element, Result};
 
-/// Returns the forward pass with the vector instructions of `arch`.
+/// Runs the forward pass with the vector instructions of `arch`.
 pub(super) fn forward<T: Element>(arch: Arch, forward: AttentionForward<'_, Cpu, T>) -> Result<()> {
     with_factors!(F, T, arch, forward_by::<T, F>(arch, forward))
 }
@@ -51,7 +51,7 @@ pub(super) struct Outputs<'a, T> {
 }
 
 impl<'a, T: Element> Outputs<'a, T> {
-    /// `[N, H D]` and `[N, H]`.
+    /// Creates the outputs from `out`, `[N, H D]`, and `log_sum_exp`, `[N, H]`.
     pub(super) fn new(
         out: &'a mut [T],
         log_sum_exp: &'a mut [f32],
@@ -67,7 +67,7 @@ impl<'a, T: Element> Outputs<'a, T> {
     #[allow(clippy::mut_from_ref)]
     pub(super) fn row(&self, row: Row, head_dim: usize) -> (&mut [T], &mut f32) {
         let columns = row.head * head_dim..(row.head + 1) * head_dim;
-        // SAFETY: a (token, head) pair belongs to one task only, which accesses a row once.
+        // SAFETY: a (token, head) pair belongs to only one task, which accesses a row once.
         #[allow(unsafe_code)]
         unsafe {
             let log_sum_exp = self.log_sum_exp.block_mut(row.token, row.head..row.head + 1);

@@ -10,7 +10,7 @@ use crate::matmul::{Matrix, to_row_major};
 use crate::simd::vectorized;
 use crate::{Cpu, Element};
 
-/// Copies `count` rows as factors of terms along the columns: `[rows, width / TERMS]`. Padding, and
+/// Copies `count` rows as factors with terms along the columns: `[rows, width / TERMS]`. Padding, and
 /// the rows after them, are set to zero.
 pub(super) fn gather_rows<'a, T: Element, F: Factor>(
     count: usize,
@@ -32,7 +32,7 @@ pub(super) fn gather_rows<'a, T: Element, F: Factor>(
     rest.fill(F::zeroed());
 }
 
-/// Copies `count` rows as factors of terms along the rows: `[rows / TERMS, width]`. Padding, and
+/// Copies `count` rows as factors with terms along the rows: `[rows / TERMS, width]`. Padding, and
 /// the rows after them, are set to zero.
 pub(super) fn gather_along_rows<'a, T: Element, F: Factor>(
     count: usize,
@@ -104,16 +104,16 @@ pub(super) fn tile_rows<'a, T>(
     move |i| &source[tile[i].token * stride + tile[i].head * head_dim..][..head_dim]
 }
 
-/// Positions between what is read and what is prefetched.
+/// Positions between the row that is read and the row that is prefetched.
 const AHEAD: usize = 64;
 
-/// Keys and values that are equally far apart.
+/// Keys and values with equal distances.
 pub(super) struct Run<'a, T> {
     keys: &'a [T],
     values: &'a [T],
     stride: usize,
     pub(super) count: usize,
-    /// Distance in bytes from a row to the row of a later run that is prefetched when it is read; 0 to prefetch none.
+    /// Distance in bytes from a row to the row of a later run that is prefetched with it; 0 to disable prefetching.
     pub(super) ahead: isize,
     head_dim: usize,
 }
@@ -165,7 +165,7 @@ impl<'a, T: Element> HeadRows<'a, T> {
         }
     }
 
-    /// Returns the rows of a range of positions, in runs of rows that are equally far apart.
+    /// Returns the rows of a range of positions, in runs of rows with equal distances.
     #[inline(always)]
     pub(super) fn runs(&self, positions: Range<usize>) -> impl Iterator<Item = Run<'a, T>> {
         let (source, head_dim) = (*self, self.shape.head_dim);

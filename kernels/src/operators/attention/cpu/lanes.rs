@@ -15,20 +15,20 @@ use crate::cpu::Cpu;
 
 /// Keys of a block; its scores stay in the first-level cache.
 pub(super) const KEYS: usize = 64;
-/// The most rows of a tile: two vectors of 16 elements.
+/// Maximum rows of a tile: two vectors of 16 elements.
 pub(super) const MAX_ROWS: usize = 32;
 
 /// The score of a key that a row does not see: its exponential is 0, and no intermediate value is
 /// infinite.
 const UNSEEN: f32 = f32::MIN;
 
-/// Lanes of a tile on this machine, the most rows that it has.
+/// Returns the lanes of a tile on this machine, the maximum of its rows.
 #[inline(always)]
 pub(super) fn num_lanes<S: Simd>() -> usize {
     2 * S::F32_LANES
 }
 
-/// [`num_lanes`] for callers outside vector code.
+/// Computes [`num_lanes`] for callers outside vector code.
 pub(super) struct NumLanes;
 
 impl WithSimd for NumLanes {
@@ -54,7 +54,7 @@ pub(super) struct Bounds {
 }
 
 impl Bounds {
-    /// Lanes beyond the tile's rows see no key.
+    /// Creates the bounds. Lanes beyond the tile's rows see no key.
     pub(super) fn new(args: &AttentionArgs<'_, Cpu>, tile: &[Row], lanes: usize) -> Self {
         let mut bounds =
             Bounds { first: [0.0; MAX_ROWS], end: [0.0; MAX_ROWS], common: 0..usize::MAX };
@@ -71,7 +71,7 @@ impl Bounds {
         bounds
     }
 
-    /// Sets the scores of keys of the block that a row does not see to [`UNSEEN`].
+    /// Sets the scores of the block's keys that a row does not see to [`UNSEEN`].
     #[inline(always)]
     pub(super) fn mask<S: Simd>(&self, simd: S, keys: &Range<usize>, scores: &mut [f32]) {
         if self.common.start <= keys.start && keys.end <= self.common.end {
@@ -92,7 +92,7 @@ impl Bounds {
     }
 }
 
-/// One value for each lane of a tile, as two vectors.
+/// Returns one value for each lane of a tile, as two vectors.
 #[inline(always)]
 fn tile_vectors<S: Simd>(lanes: &[f32; MAX_ROWS]) -> [S::f32s; 2] {
     let (vectors, _) = S::as_simd_f32s(lanes);
@@ -126,7 +126,7 @@ fn exponent<S: Simd>(simd: S, score: S::f32s, scale: S::f32s, offset: S::f32s) -
 
 /// The running maximum of every row's scores, and the sum of their exponentials.
 pub(super) struct Softmax {
-    /// The factor by which scores are multiplied to be exponents of 2.
+    /// The factor that turns scores into exponents of 2.
     scale: f32,
     /// Maxima of the scores times the scale.
     pub maximum: [f32; MAX_ROWS],
@@ -134,15 +134,15 @@ pub(super) struct Softmax {
 }
 
 impl Softmax {
-    /// Less than every score but greater than [`UNSEEN`] times any scale, so that the exponentials
-    /// of a block in which a row sees no key are zeros.
+    /// Less than every score but greater than [`UNSEEN`] times any scale. If a row sees no key of a block,
+    /// its exponentials are then zeros.
     const NOTHING: f32 = -1e30;
 
     pub(super) fn new(scale: f32) -> Self {
         Softmax { scale, maximum: [Self::NOTHING; MAX_ROWS], sum: [0.0; MAX_ROWS] }
     }
 
-    /// Updates the maxima with a block's scores `[keys, rows]`, replaces the scores by powers of 2
+    /// Updates the maxima with a block's scores `[keys, rows]`. Replaces the scores by powers of 2
     /// relative to the new maxima, and rescales the output `[D, rows]` so far.
     #[inline(always)]
     pub(super) fn block<S: Simd, F: Factor>(
@@ -187,8 +187,8 @@ impl Softmax {
     }
 }
 
-/// Replaces scores `[keys, rows]` by probabilities, given the rows' log-sum-exp. Both it and the
-/// scores times the scale are to base 2.
+/// Replaces scores `[keys, rows]` by probabilities, given the rows' log-sum-exp. The log-sum-exp and the
+/// scores times the scale are both to base 2.
 #[inline(always)]
 pub(super) fn probabilities<S: Simd>(
     simd: S,
@@ -230,7 +230,7 @@ impl Deltas {
         as_vectors_mut::<S>(&mut self.p_d_p)[..2].copy_from_slice(&inner);
     }
 
-    /// delta = sum(P dP) / sum(P). P sums to 1 except for the rounding of the log-sum-exp; with the
+    /// Returns delta = sum(P dP) / sum(P). P sums to 1 except for the rounding of the log-sum-exp. With the
     /// division dS sums to 0 even if a row's gradient vanishes, as with a single key.
     pub(super) fn finish(self) -> [f32; MAX_ROWS] {
         std::array::from_fn(
@@ -239,7 +239,7 @@ impl Deltas {
     }
 }
 
-/// Multiplies P by the rows' weights, if there are any, and replaces dP by dS = P (dP - delta).
+/// Multiplies P by the rows' weights, if the rows have weights, and replaces dP by dS = P (dP - delta).
 #[inline(always)]
 pub(super) fn score_gradients<S: Simd, F: Factor>(
     simd: S,

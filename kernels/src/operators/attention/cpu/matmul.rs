@@ -1,10 +1,10 @@
-//! The matmuls of attention's tiles: a broadcast left operand times vectors of the right one, on
+//! The matmuls of attention's tiles: a broadcast left operand times vectors of the right operand, on
 //! register tiles, without packing.
 //!
 //! These matmuls are thin (a head's width, a tile of rows), so a general matmul would spend its
 //! time on packing. Here the vectors of the right operand and of the result contain the tile's
 //! packed rows, or a head's columns, and the left operand is read factor by factor at any strides.
-//! A factor is one term of the sums, or a pair of them ([`Factor`]).
+//! A factor is one term of the sums, or a pair of terms ([`Factor`]).
 
 use pulp::Simd;
 
@@ -38,7 +38,7 @@ pub(super) struct Matmul<'a, F> {
 }
 
 impl<F: Factor> Matmul<'_, F> {
-    /// `out = left right`, or `out += left right`, `[rows, columns]`. Only within [`Factor::dispatch`].
+    /// Computes `out = left right`, or `out += left right`, `[rows, columns]`. Only within [`Factor::dispatch`].
     #[inline(always)]
     pub(super) fn multiply<S: Simd>(self, simd: S, out: &mut [f32], accumulate: bool) {
         let (Sizes { rows, depth, columns }, left) = (self.sizes, self.left);
@@ -90,7 +90,7 @@ impl<F: Factor> Matmul<'_, F> {
         }
     }
 
-    /// Matmuls of [`NARROW`] columns on machines with longer vectors, half of which would be unused.
+    /// Multiplies [`NARROW`] columns on machines with longer vectors, where half of a vector would be unused.
     #[inline(always)]
     fn narrow_tiles(self, out: &mut [f32], accumulate: bool) {
         let left = self.left;
@@ -114,7 +114,7 @@ impl<F: Factor> Matmul<'_, F> {
     }
 }
 
-/// M rows and V vectors of columns, whose sums stay in registers over the whole depth.
+/// Multiplies M rows and V vectors of columns; their sums stay in registers over the whole depth.
 ///
 /// # Safety
 /// All elements at these strides are within their operands, and `c` has no other borrower.

@@ -64,12 +64,12 @@ impl Attention for Cpu {
     }
 }
 
-/// Multiply-adds of a call below which its tasks run on one thread.
+/// A call with fewer multiply-adds runs its tasks on one thread.
 const SMALL: usize = 1 << 18;
 /// Narrower heads take about as long as heads of this many elements.
 const MIN_HEAD_DIM: usize = 32;
 
-/// The factor of bf16 elements on architectures without an instruction for pairs of them.
+/// The factor of bf16 elements on architectures without an instruction for pairs.
 #[cfg(not(target_arch = "x86_64"))]
 type Pair = f32;
 
@@ -101,7 +101,7 @@ pub(crate) fn scratch_bytes<T: Element>(shape: &AttentionShape, training: bool) 
     })
 }
 
-/// Returns the scratch as factors, which have the size of its elements.
+/// Returns the scratch as factors, which have the same size as scratch elements.
 fn as_factors<F: Factor>(scratch: &mut [f32]) -> &mut [F] {
     bytemuck::cast_slice_mut(scratch)
 }
@@ -112,8 +112,8 @@ struct KvHead {
     kv_head: usize,
 }
 
-/// Runs one task per key/value head of each sequence. Tasks are not grouped, since those of routed
-/// heads take less time than those of shared heads.
+/// Runs one task per key/value head of each sequence. Tasks are not grouped, since tasks of routed
+/// heads take less time than tasks of shared heads.
 fn for_each_task(shape: &AttentionShape, task: impl Fn(KvHead) + Sync) {
     let at = |index| KvHead { sequence: index / shape.kv_heads, kv_head: index % shape.kv_heads };
     let pairs = shape.tokens() * shape.key_length * shape.heads;
@@ -129,7 +129,7 @@ fn run_tasks(count: usize, pairs: usize, head_dim: usize, task: impl Fn(usize) +
     }
 }
 
-/// Calls `process` with tiles of at most `lanes` selected rows, and `skip` with the rows between.
+/// Calls `process` with tiles of at most `lanes` selected rows, and `skip` with the rows that are not selected.
 fn for_each_tile(
     args: &AttentionArgs<'_, Cpu>,
     kv_head: KvHead,

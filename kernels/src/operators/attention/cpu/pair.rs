@@ -1,4 +1,4 @@
-//! Pairs of bf16, which AVX512-BF16 multiplies and adds in f32, at twice the rate of f32.
+//! Pairs of bf16; AVX512-BF16 multiplies them and adds in f32, at twice the rate of f32.
 
 use std::arch::x86_64::*;
 
@@ -44,7 +44,7 @@ impl Factor for Pair {
     fn dispatch<W: WithSimd>(arch: Arch, work: W) -> W::Output {
         let Arch::V4(v4) = arch else { unreachable!("asked `multiplies` first") };
         assert!(Bf16Path::in_use() != Bf16Path::F32);
-        // SAFETY: the machine has the instructions: V4, and those of the path that is in use.
+        // SAFETY: the machine has the instructions of V4 and of the path in use.
         #[allow(unsafe_code)]
         unsafe {
             with_bf16(v4, work)
@@ -71,7 +71,7 @@ impl Factor for Pair {
 
     #[inline(always)]
     fn multiply_add_narrow(self, vector: [Pair; NARROW], sum: [f32; NARROW]) -> [f32; NARROW] {
-        // SAFETY: as above; the arrays are 32 bytes.
+        // SAFETY: as above. The arrays are 32 bytes.
         #[allow(unsafe_code)]
         unsafe {
             let factor = std::mem::transmute::<__m256i, __m256bh>(_mm256_set1_epi32(self.0 as i32));
@@ -91,7 +91,7 @@ impl Factor for Pair {
         let [first, second] = keys;
         if let Some(out) = block.along_keys.get_mut(room.clone()) {
             for (vector, out) in out.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
-                // SAFETY: as above; the order's array is as long as a vector.
+                // SAFETY: as above. The order's array is as long as a vector.
                 #[allow(unsafe_code)]
                 unsafe {
                     let both = rounded(first[vector], second[vector]);
@@ -117,12 +117,12 @@ impl Factor for Pair {
     }
 }
 
-/// Both vectors as bf16, one after the other.
+/// Rounds both vectors to bf16, one after the other.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn rounded(first: __m512, second: __m512) -> __m512i {
     let both = _mm512_cvtne2ps_pbh(second, first);
-    // SAFETY: both types are 64 bytes, and every bit pattern of them is valid.
+    // SAFETY: both types are 64 bytes, and every bit pattern is valid in them.
     #[allow(unsafe_code)]
     unsafe {
         std::mem::transmute::<__m512bh, __m512i>(both)

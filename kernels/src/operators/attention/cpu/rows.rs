@@ -12,7 +12,7 @@ use crate::{Cpu, Element, Result, ensure};
 pub(super) struct Row {
     /// Token among all sequences.
     pub token: usize,
-    /// Its index among the queries of its sequence.
+    /// Index among the queries of the token's sequence.
     pub position: usize,
     /// Query head among all heads.
     pub head: usize,
@@ -28,7 +28,7 @@ impl AttentionArgs<'_, Cpu> {
         self.weights().is_some()
     }
 
-    /// Refuses a query that sees no key, whose softmax would be 0 / 0, and bounds that decrease.
+    /// Rejects a query that sees no key (its softmax would be 0 / 0), and bounds that decrease.
     pub(super) fn check_visible(&self, operator: &'static str) -> Result<()> {
         let length = self.shape.query_length;
         let checked =
@@ -85,7 +85,7 @@ impl AttentionArgs<'_, Cpu> {
         first.min(end)..end
     }
 
-    /// Returns the keys that some row of the tile sees; `document_start` and the causal bound never decrease.
+    /// Returns the keys that at least one row of the tile sees; `document_start` and the causal bound never decrease.
     pub(super) fn tile_keys(&self, tile: &[Row]) -> Range<usize> {
         match (tile.first(), tile.last()) {
             (Some(&first), Some(&last)) => self.visible(first).start..self.visible(last).end,
@@ -97,7 +97,7 @@ impl AttentionArgs<'_, Cpu> {
         self.weights().map_or(1.0, |weights| weights[row.token * self.shape.heads + row.head])
     }
 
-    /// Returns the scale of scores whose exponentials are computed as powers of 2.
+    /// Returns the scale of scores for exponentials that are computed as powers of 2.
     pub(super) fn base2_scale(&self) -> f32 {
         self.scale() * std::f32::consts::LOG2_E
     }

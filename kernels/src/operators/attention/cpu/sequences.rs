@@ -1,4 +1,4 @@
-//! Attention of sequences of different lengths: a task for each key/value head of each, as if the sequence
+//! Attention of sequences of different lengths: one task for each key/value head of each sequence, as if the sequence
 //! were alone.
 
 use pulp::Arch;
@@ -11,7 +11,7 @@ use crate::attention::sequences::{args_of, blocks_of};
 use crate::attention::{AttentionArgs, KeyValues, SequenceAttention};
 use crate::{Cpu, Element, Result};
 
-/// Returns the forward pass with the vector instructions of `arch`.
+/// Runs the forward pass with the vector instructions of `arch`.
 pub(super) fn forward<T: Element>(arch: Arch, args: SequenceAttention<'_, Cpu, T>) -> Result<()> {
     with_factors!(F, T, arch, forward_by::<T, F>(arch, args))
 }

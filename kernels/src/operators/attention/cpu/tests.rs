@@ -17,7 +17,7 @@ const TOLERANCE: f64 = 2e-6;
 /// rounded before matmuls.
 const BF16_TOLERANCE: f64 = 2e-3;
 
-/// Returns the elements between -1 and 1.
+/// Returns elements between -1 and 1.
 fn elements<T: Element>(len: usize) -> Vec<T> {
     (0..len as u32)
         .map(|i| T::from_f32((i.wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0))
@@ -28,12 +28,12 @@ fn args(shape: AttentionShape, causal: bool, documents: &[u32]) -> AttentionArgs
     AttentionArgs { causal, document_start: Some(documents), ..AttentionArgs::causal(shape) }
 }
 
-/// One sequence.
+/// Returns the shape of one sequence.
 fn shape(length: usize, heads: usize, kv_heads: usize, head_dim: usize) -> AttentionShape {
     AttentionShape::of_qkv(&QkvShape { batch: 1, length, heads, kv_heads, head_dim }, length)
 }
 
-/// Output, log-sum-exp, gradients and delta, one after the other.
+/// Returns the output, log-sum-exp, gradients and delta, one after the other.
 fn attention<T: Element>(
     arch: Arch,
     shape: AttentionShape,
@@ -81,7 +81,7 @@ fn pairs_of_bf16_give_the_same_attention() {
     every_kind_agrees::<bf16>(BF16_TOLERANCE);
 }
 
-/// Both passes have the results of plain instructions, in whole and partial tiles.
+/// Compares both passes with plain instructions, in whole and partial tiles.
 fn every_kind_agrees<T: Element>(tolerance: f64) {
     for (length, heads, kv_heads, head_dim) in
         [(1, 1, 1, 2), (150, 3, 1, 8), (67, 4, 2, 10), (200, 2, 2, 40)]

@@ -18,7 +18,7 @@ pub(super) struct Head {
 }
 
 impl Head {
-    /// Keys (or values) `[keys, D padded / TERMS]` of a block times a tile's columns
+    /// Multiplies a block's keys (or values) `[keys, D padded / TERMS]` by a tile's columns
     /// `[D padded / TERMS, rows]`: `[keys, rows]`.
     #[inline(always)]
     fn scores<S: Simd, F: Factor>(
@@ -55,7 +55,7 @@ impl Head {
     }
 }
 
-/// Returns the blocks of a range of keys. Their lengths are multiples of [`ROWS`], and the first starts at
+/// Returns the blocks of a range of keys. Their lengths are multiples of [`ROWS`], and the first block starts at
 /// an even key, so that both keys of a pair are in the same block.
 fn blocks(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = keys.end;
@@ -134,7 +134,7 @@ pub(super) struct BackwardTile<'a, 'v, F> {
     pub width: usize,
     /// `[key_length padded, rows]`.
     pub p: &'a mut [f32],
-    /// The same shape.
+    /// The same shape as `p`.
     pub d_p: &'a mut [f32],
     /// A block's P along its rows, dS along its keys and along its rows, `KEYS * rows / TERMS` each.
     pub factors: [&'a mut [F]; 3],

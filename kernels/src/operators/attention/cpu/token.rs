@@ -1,5 +1,5 @@
 //! Attention of one token per sequence, as in generation: its few rows read keys and values in
-//! place. A tile would copy all of them for rows that fill few of a vector's lanes.
+//! place. A tile would copy all keys and values for rows that fill few of a vector's lanes.
 
 use std::ops::Range;
 
@@ -47,7 +47,7 @@ pub(super) fn forward_task<T: Element>(
             queries: &rows.iter().map(query).collect::<Vec<_>>(),
             head_dim,
             scale: args.scale(),
-            // The rows are of one token.
+            // The rows belong to one token.
             visible: args.visible(first),
             factors,
             scores,
@@ -66,15 +66,15 @@ pub(super) fn forward_task<T: Element>(
     });
 }
 
-/// The values that a token's rows see, weighted by the exponentials of their scores. Each run of keys, and of values, is
-/// read for all rows while it is in the cache.
+/// The values that a token's rows see, weighted by the exponentials of their scores. Each run of keys, and of values,
+/// is read for all rows while it is in the cache.
 struct Weighted<'a, 'v, T: Element> {
     source: &'a HeadRows<'v, T>,
     queries: &'a [&'a [T]],
     head_dim: usize,
     scale: f32,
     visible: Range<usize>,
-    /// Room for the queries in f32.
+    /// Space for the queries in f32.
     factors: &'a mut [f32],
     scores: &'a mut [f32],
     sums: &'a mut [f32],
@@ -116,13 +116,13 @@ impl<T: Element> WithSimd for Weighted<'_, '_, T> {
                     }
                     true => wide_products(simd, [query], &run, [scores]),
                 }
-                // The first rows have prefetched for all.
+                // The first rows have prefetched for all rows.
                 run.ahead = 0;
             }
             before = seen.end;
         }
         let mut totals = Vec::with_capacity(rows);
-        // A loop, whose body is compiled for the vectors here.
+        // A loop, because its body is compiled here, for these vectors.
         for scores in scores.chunks_exact_mut(length) {
             totals.push(exponentials(scores));
         }
@@ -142,7 +142,7 @@ impl<T: Element> WithSimd for Weighted<'_, '_, T> {
                     }
                     true => add_values(simd, [scores], &run, [sums]),
                 }
-                // The first rows have prefetched for all.
+                // The first rows have prefetched for all rows.
                 run.ahead = 0;
             }
             before = seen.end;
@@ -164,7 +164,7 @@ fn exponentials(scores: &mut [f32]) -> (f32, f32) {
     (maximum, sum(scores))
 }
 
-/// The inner products of R queries with the keys of a run, [`KEYS`] of them at a time.
+/// Computes the inner products of R queries with the keys of a run, [`KEYS`] keys at a time.
 #[inline(always)]
 fn wide_products<S: Simd, T: Element, const R: usize>(
     simd: S,
@@ -188,7 +188,7 @@ fn wide_products<S: Simd, T: Element, const R: usize>(
     }
 }
 
-/// The same of heads that fill no two vectors. The parts of a sum are added in pairs, which vectors do.
+/// Computes the products for heads that do not fill two vectors. The parts of a sum are added in pairs, as vectors do.
 #[inline(always)]
 fn narrow_products<T: Element>(query: &[f32], run: &Run<'_, T>, scores: &mut [f32]) {
     let (whole_query, rest_of_query) = query.as_chunks::<PARTS>();
@@ -208,8 +208,8 @@ fn narrow_products<T: Element>(query: &[f32], run: &Run<'_, T>, scores: &mut [f3
     }
 }
 
-/// Adds a run's values to the sums of R rows, each times its probability; [separated](separate) if they are bf16. The sums
-/// of two vectors of columns stay in registers.
+/// Adds a run's values to the sums of R rows, each times its probability; [separated](separate) if they are bf16. The
+/// sums of two vectors of columns stay in registers.
 #[inline(always)]
 fn add_values<S: Simd, T: Element, const R: usize>(
     simd: S,
@@ -244,7 +244,7 @@ fn add_values<S: Simd, T: Element, const R: usize>(
     }
 }
 
-/// The same of a row, from a column on: [`VALUES`] values at a time.
+/// Adds values to a row's sums, starting at a column: [`VALUES`] values at a time.
 #[inline(always)]
 fn add_narrow_values<T: Element>(
     probabilities: &[f32],

@@ -5,7 +5,7 @@
 // With P the probabilities, w the row's weight, dP = dO V^T and delta = <dO, O>:
 //   dS = w P (dP - delta), dQ = dS K scale, dK = dS^T Q scale, dV = (w P)^T dO.
 // dkdv computes the transposed scores K Q^T, so that both kernels pass P and dS in registers. The
-// next tile is copied while one is in use.
+// next tile is copied while the current tile is in use.
 #pragma once
 
 #include "tile.cuh"
@@ -14,7 +14,7 @@ namespace tiled_attention {
 
 // ---- gradient of the queries ----
 
-// A warp's 16 rows: fragments of queries and output gradients, and for the two rows of a lane
+// A warp's 16 rows: fragments of queries and output gradients, and for a lane's two rows
 // log_sum_exp in powers of two, delta and weight.
 template <int WIDTH>
 struct QueryRows {
@@ -118,7 +118,7 @@ static __device__ __forceinline__ void backward_dq(const Parameters& params) {
     float d_q[1][WIDTH / 8][4];
     clear(d_q);
     for (; key < end; key += DQ_KEYS, stage ^= 1) {
-        // This stage has been copied, and no warp reads the other any more.
+        // This stage has been copied, and no warp reads the other stage any more.
         cp_async_wait<0>();
         __syncthreads();
         if (key + DQ_KEYS < end) load_stage(key + DQ_KEYS, stage ^ 1);
@@ -149,7 +149,7 @@ struct RowStage {
     SharedAddress q, d_out;
     uint32_t *first, *end;
     float *log_sum_exp, *delta, *weight;
-    // The packed rows themselves are copied one tile ahead of the rest.
+    // The packed rows themselves are copied one tile earlier than the rest.
     uint32_t* packed;
 
     __device__ __forceinline__ RowStage(unsigned char* tiles, unsigned char* statistics,
@@ -166,7 +166,7 @@ struct RowStage {
     }
 };
 
-// The packed rows [begin, end) of a segment that see some key of a tile.
+// The packed rows [begin, end) of a segment that see at least one key of a tile.
 struct RowRange {
     uint32_t begin, end;
 };
@@ -176,7 +176,7 @@ static __device__ __forceinline__ RowRange rows_seeing(const Parameters& params,
     uint32_t first_token = 0, end_token = params.query_length;
     if (params.causal && key > params.query_offset) first_token = key - params.query_offset;
     if (params.document_start != nullptr) {
-        // The first token whose keys start after this tile.
+        // The first token with keys that all start after this tile.
         const uint32_t* first_key = params.document_start + segment.sequence * params.query_length;
         uint32_t low = 0;
         while (low < end_token) {
@@ -191,7 +191,7 @@ static __device__ __forceinline__ RowRange rows_seeing(const Parameters& params,
     return {segment.rows_before(first_token), segment.rows_before(end_token)};
 }
 
-// Starts the copy of the packed rows from `row`.
+// Starts the copy of the packed rows, starting at `row`.
 template <int WIDTH, int ROWS>
 static __device__ __forceinline__ void load_packed(const Segment& segment, uint32_t row,
                                                    uint32_t end, const RowStage<WIDTH, ROWS>& stage) {
@@ -201,8 +201,8 @@ static __device__ __forceinline__ void load_packed(const Segment& segment, uint3
                segment.rows + (valid ? row + threadIdx.x : 0), valid);
 }
 
-// Starts the copy of the statistics of each row, by one thread per row. Rows that do not exist get
-// zeros: their queries and output gradients are zero too, so they add nothing.
+// Starts the copy of the statistics of each row, by one thread per row. Rows that do not exist are
+// filled with zeros: their queries and output gradients are zero too, so they add nothing.
 template <int WIDTH, int ROWS>
 static __device__ __forceinline__ void load_statistics(const Parameters& params,
                                                        const RowStage<WIDTH, ROWS>& stage,
@@ -222,7 +222,7 @@ static __device__ __forceinline__ void load_statistics(const Parameters& params,
         stage.first[r] = 0;
 }
 
-// Starts the copy of the rows from `row`; their packed rows have been copied.
+// Starts the copy of the rows, starting at `row`; their packed rows have been copied.
 template <int WIDTH, int ROWS>
 static __device__ __forceinline__ void load_rows(const Parameters& params, const Segment& segment,
                                                  uint32_t row, uint32_t end,
@@ -284,7 +284,7 @@ static __device__ __forceinline__ void transposed_probabilities(float (&p)[1][RO
         }
 }
 
-// Adds the contributions of a stage's `count` rows to the gradients of 16 keys from `key`, whose
+// Adds the contributions of a stage's `count` rows to the gradients of 16 keys, starting at `key`. The
 // keys and values are at k_lane and v_lane.
 template <int WIDTH, int ROWS>
 static __device__ __forceinline__ void add_key_gradients(KeyGradients<WIDTH>& gradients,
@@ -292,7 +292,7 @@ static __device__ __forceinline__ void add_key_gradients(KeyGradients<WIDTH>& gr
                                                          uint32_t count, LaneTile<WIDTH> k_lane,
                                                          LaneTile<WIDTH> v_lane, uint32_t key,
                                                          float scale_log2) {
-    // Bounds do not decrease from one row to the next.
+    // Bounds never decrease from one row to the next.
     if (key >= stage.end[count - 1] || key + 16 <= stage.first[0]) return;
     bool masked = key < stage.first[count - 1] || key + 16 > stage.end[0];
     float p[1][ROWS / 8][4], d_p[1][ROWS / 8][4];
@@ -337,7 +337,7 @@ static __device__ __forceinline__ void store_key_gradient(
 template <int WIDTH, int ROWS>
 static __device__ __forceinline__ void backward_dkdv(const Parameters& params) {
     Segment segment = make_segment(params, blockIdx.y, blockIdx.z);
-    // Earlier keys are seen by more rows: the longest tiles start first.
+    // More rows see earlier keys: the longest tiles start first.
     uint32_t first_key = blockIdx.x * DKDV_KEYS;
     RowRange range = rows_seeing(params, segment, first_key);
 

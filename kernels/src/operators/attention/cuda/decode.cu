@@ -1,8 +1,8 @@
-// Attention of generated tokens, one of each sequence: the query heads of a key/value head together, so
-// that a key is read once, and long sequences divided among blocks, whose results are merged by the
-// logarithms of their sums. Keys of which no head is selected are not read.
+// Attention of generated tokens, one token of each sequence. The query heads of a key/value head are computed
+// together, so that each key is read once. Long sequences are divided among blocks, and the results are merged by
+// the logarithms of their sums. Keys are not read if no head is selected for them.
 //
-// A division is of a fixed number of keys: the bits of a sequence do not depend on the others.
+// A division has a fixed number of keys: the bits of a sequence do not depend on the other sequences.
 #include "selection.cuh"
 
 namespace decode_attention {
@@ -20,7 +20,7 @@ struct PARAMETERS Parameters {
     void* out;
     float* log_sum_exp;
     // [count, heads, splits, head_dim + 2]: the maximum, the sum of exponentials, and the sum of values, of
-    // sequences that are divided.
+    // divided sequences.
     float* partial;
     // [count, 3]: the row of a token, its position, and the first entry of its blocks.
     const uint32_t* tokens;
@@ -73,7 +73,7 @@ __device__ __forceinline__ Head<SLOTS> read(const T* elements, uint32_t head_dim
     return head;
 }
 
-// The sums of some keys: relative to `largest`.
+// The sums of some keys, relative to `largest`.
 template <int SLOTS>
 struct Sums {
     float largest = -INFINITY;
@@ -91,7 +91,7 @@ struct Sums {
         largest = larger;
     }
 
-    // `other_values` is of this lane.
+    // `other_values` belongs to this lane.
     __device__ __forceinline__ void merge(float other_largest, float other_total,
                                           const float* other_values, int stride) {
         const float larger = fmaxf(largest, other_largest);
@@ -140,7 +140,7 @@ struct Shared {
     float values[HEADS][WARPS][SLOTS * 32];
 };
 
-// The sums of up to HEADS selected heads over the keys of a division; a warp takes every WARPS-th key.
+// Computes the sums of up to HEADS selected heads over the keys of a division. A warp computes every WARPS-th key.
 template <int SLOTS, class T>
 __device__ void heads_of_division(const Parameters& p, uint32_t n, const Token& token,
                                   const uint32_t* heads, int count) {
@@ -173,7 +173,7 @@ __device__ void heads_of_division(const Parameters& p, uint32_t n, const Token& 
             }
         }
     }
-    __syncthreads();  // The sums of the heads before have been read.
+    __syncthreads();  // The sums of the previous heads have been read.
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
         if (lane == 0) {
@@ -189,7 +189,7 @@ __device__ void heads_of_division(const Parameters& p, uint32_t n, const Token& 
     if (warp >= uint32_t(count)) {
         return;
     }
-    // The first warp has a key.
+    // The first warp always has a key.
     Sums<SLOTS> all = {};
     for (int other = 0; other < WARPS && begin + other < end; other++) {
         all.merge(shared.largest[warp][other], shared.total[warp][other],
@@ -214,7 +214,7 @@ __device__ void heads_of_division(const Parameters& p, uint32_t n, const Token& 
     }
 }
 
-// A block for each (token, key/value head) and division.
+// One block for each (token, key/value head) and division.
 template <int SLOTS, class T>
 __device__ void forward(const Parameters& p) {
     const uint32_t n = blockIdx.x / p.kv_heads, group = p.heads / p.kv_heads;
@@ -238,7 +238,7 @@ __device__ void forward(const Parameters& p) {
     }
 }
 
-// Merges the divisions, a warp for each (token, query head).
+// Merges the divisions, one warp for each (token, query head).
 template <int SLOTS, class T>
 __device__ void merge(const Parameters& p) {
     const uint64_t index = global_thread() / 32;

@@ -1,4 +1,4 @@
-//! Attention of generated tokens, one of each sequence (decode.cu).
+//! Attention of generated tokens, one token of each sequence (decode.cu).
 
 use super::super::Span;
 use super::{KeyValues, SequenceAttention};
@@ -7,9 +7,9 @@ use crate::cuda::parameters::decode_attention::Parameters;
 use crate::cuda::{Cuda, THREADS, address_or_null, name};
 use crate::{Element, Result, ensure};
 
-/// Keys that a block computes: longer sequences are divided.
+/// Maximum keys of a block: longer sequences are divided.
 const SPLIT: usize = 512;
-/// Widths of heads for which there are kernels; narrower heads take the next one.
+/// Widths of heads with kernels. Narrower heads use the next width.
 const WIDTHS: [usize; 3] = [64, 128, 256];
 const WARPS: usize = THREADS / 32;
 
@@ -18,7 +18,7 @@ fn scratch_bytes(count: usize, heads: usize, head_dim: usize, splits: usize) -> 
     if splits > 1 { count * heads * splits * (head_dim + 2) * size_of::<f32>() } else { 0 }
 }
 
-/// Computes the sequences whose token was generated.
+/// Computes the attention of the sequences with a generated token.
 pub(super) fn forward<T: Element>(
     cuda: &Cuda,
     args: &SequenceAttention<'_, Cuda, T>,
@@ -30,7 +30,7 @@ pub(super) fn forward<T: Element>(
         return Ok(());
     }
     for span in generated() {
-        // The entries of the table are read by the GPU.
+        // Only the GPU reads the entries of the table.
         let block_length = args.block_length;
         let block_table = args.block_table.part(blocks_of(span, block_length));
         let (keys, values) = (args.keys, args.values);

@@ -1,15 +1,15 @@
 // Forward pass: one block per tile of 128 packed rows, 4 warps of 32 rows, 64 keys at a time.
 //
-// Values are copied while scores are computed, and the next keys while the values are used, so one
-// tile of each suffices and two blocks share a multiprocessor. Probabilities stay in registers
-// between the two matmuls.
+// Values are copied while scores are computed, and the next keys while the values are used. One
+// tile of keys and one of values therefore suffice, and two blocks share a multiprocessor. Probabilities
+// stay in registers between the two matmuls.
 #pragma once
 
 #include "tile.cuh"
 
 namespace tiled_attention {
 
-// The rows of a warp, as two fragments of 16 rows: sums of P V, and for the four rows of a lane the
+// The rows of a warp, as two fragments of 16 rows: sums of P V, and for a lane's four rows the
 // largest score and this lane's part of the sum of exponentials.
 template <int WIDTH>
 struct ForwardState {
@@ -28,7 +28,7 @@ static __device__ __forceinline__ float row_sum(float value) {
     return value + __shfl_xor_sync(ALL_LANES, value, 2);
 }
 
-// Replaces scores by exponentials relative to the largest so far, and rescales the sums, which are
+// Replaces scores by exponentials relative to the largest score so far, and rescales the sums, which are
 // relative to an earlier maximum.
 template <int WIDTH>
 static __device__ __forceinline__ void online_softmax(float (&scores)[2][FORWARD_KEYS / 8][4],

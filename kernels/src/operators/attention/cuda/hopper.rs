@@ -1,7 +1,7 @@
 //! Attention on Hopper's tensor cores (hopper/hopper.cu).
 //!
-//! The gradient of the queries is summed over tiles of keys: starting with the first keys if
-//! results must have the same bits in every run, or else in the order in which the tiles finish.
+//! The gradient of the queries is summed over tiles of keys. If results must have the same bits in every
+//! run, the sum starts with the first keys, otherwise it has the order in which the tiles finish.
 
 use bytemuck::Zeroable;
 
@@ -16,7 +16,7 @@ use crate::workspace::gpu::attention::{
 use crate::{Element, Result};
 
 /// Threads per block of the forward and backward kernels, and of the kernels before and after the
-/// backward one.
+/// backward kernel.
 const THREADS: usize = 384;
 const OTHER_THREADS: usize = 256;
 /// Keys of a tile, and packed rows of a tile in the forward pass.
@@ -30,13 +30,13 @@ const PANEL: usize = 64;
 /// Alignment of rows in elements: 16 bytes.
 const ALIGNMENT: usize = 8;
 
-/// `forward_shared` of hopper.cuh.
+/// Returns `forward_shared` of hopper.cuh.
 fn forward_shared_bytes(width: usize) -> usize {
     STAGES * (tile_bytes(FORWARD_ROWS + 2 * KEYS, width) + 4 * FORWARD_ROWS * 4 + 4 * 4)
         + 6 * STAGES * 8
 }
 
-/// `backward_shared` of hopper.cuh.
+/// Returns `backward_shared` of hopper.cuh.
 fn backward_shared_bytes(width: usize) -> usize {
     tile_bytes(2 * KEYS + (QUERY_STAGES + STAGES) * ROWS, width)
         + STAGES * tile_bytes(ROWS, KEYS)
@@ -60,7 +60,7 @@ pub(super) fn supports<T: Element>(pass: Pass<'_, '_>) -> bool {
         && backward_shared_bytes(shape.head_dim) <= cuda.most_shared_bytes
 }
 
-/// A range of sequences of a problem whose rows are packed.
+/// A range of sequences of a problem with packed rows.
 struct Part<'a, 'v> {
     packed: &'a Packed<'a, 'v>,
     parameters: Parameters,
@@ -138,7 +138,7 @@ pub(super) fn backward(pass: Pass<'_, '_>, scratch: u64) -> Result<()> {
     backward_by(sequences_at_once(&pass.args.shape), pass, scratch)
 }
 
-/// Returns the backward pass, with `sequences` sequences at a time.
+/// Runs the backward pass, with `sequences` sequences at a time.
 fn backward_by(sequences: usize, pass: Pass<'_, '_>, scratch: u64) -> Result<()> {
     let Pass { cuda, args, .. } = pass;
     let shape = &args.shape;
@@ -147,7 +147,7 @@ fn backward_by(sequences: usize, pass: Pass<'_, '_>, scratch: u64) -> Result<()>
     let row_tiles = scratch + packed_before_areas(shape, args.is_routed()) as u64;
     let d_q_sums = row_tiles + areas.row_tiles as u64;
     let semaphores = if cuda.is_deterministic() { d_q_sums + areas.d_q_sums as u64 } else { 0 };
-    // The same number of each head.
+    // The group has the same number of blocks of each head.
     let at_once = (cuda.device().multiprocessors() / shape.kv_heads).max(1) * shape.kv_heads;
     let blocks_at_once = if semaphores == 0 { at_once as u32 } else { 0 };
     let scratch = Scratch { row_tiles, d_q_sums, semaphores, blocks_at_once, ..Scratch::zeroed() };
@@ -170,7 +170,7 @@ mod tests {
     use crate::workspace::gpu::attention::hopper_backward_bytes;
     use crate::{Memory, QkvShape};
 
-    /// Returns the elements of both signs, different everywhere.
+    /// Returns elements of both signs, all different.
     fn elements(count: usize, factor: f32) -> Vec<bf16> {
         (0..count).map(|at| bf16::from_f32((at as f32 * factor).sin())).collect()
     }
@@ -187,7 +187,7 @@ mod tests {
         elements
     }
 
-    /// Causal attention of heads that each token selects, within documents.
+    /// Causal attention of the heads that each token selects, within documents.
     struct Problem {
         cuda: Cuda,
         shape: AttentionShape,
@@ -198,12 +198,12 @@ mod tests {
         document_start: CudaBuffer<u32>,
     }
 
-    /// Of a backward pass.
+    /// The results of a backward pass.
     #[derive(PartialEq)]
     struct Results {
         gradients: Vec<bf16>,
         delta: Vec<f32>,
-        /// Of the last sequences.
+        /// The semaphores of the last sequences.
         semaphores: Vec<u32>,
     }
 
@@ -231,7 +231,7 @@ mod tests {
             }
         }
 
-        /// Both passes, the backward one with `sequences` sequences at a time.
+        /// Runs both passes, the backward pass with `sequences` sequences at a time.
         fn run(&self, sequences: usize) -> Results {
             let (cuda, shape) = (&self.cuda, &self.shape);
             let pairs = self.selected.len();
@@ -277,7 +277,7 @@ mod tests {
     #[test]
     fn sequences_in_several_parts_have_the_gradients_of_all_at_once() {
         let shape = QkvShape { batch: 3, length: 40, heads: 4, kv_heads: 2, head_dim: 64 };
-        // The first head, and one of the three others, another one for each token.
+        // The first head, and one of the three other heads, which differs from token to token.
         let is_selected = |token: usize, head: usize| head == 0 || head - 1 == token * 7 % 3;
         // The documents' lengths differ between sequences.
         let start = |sequence: usize, position: usize| {
@@ -292,14 +292,15 @@ mod tests {
         }
     }
 
-    /// The first 101 tokens select the query heads of the second key/value head, the others those of
-    /// the first: no row of the second sees keys from 128 on, and its last row tile is partial.
+    /// The first 101 tokens select the query heads of the second key/value head, the other tokens select the
+    /// heads of the first. Therefore no row of the second head sees keys from 128 on, and its last row tile is
+    /// partial.
     #[test]
     fn a_row_tile_is_visited_by_the_tiles_of_keys_that_it_sees() {
         let shape = QkvShape { batch: 1, length: 300, heads: 4, kv_heads: 2, head_dim: 64 };
         let changes = 101;
         let problem = Problem::new(shape, |token, head| (token < changes) == (head >= 2), |_, _| 0);
-        // Of each key/value head, the tokens that have rows, two of each token.
+        // For each key/value head, the tokens with rows, two rows each.
         let visits = [changes..shape.length, 0..changes].map(|tokens| {
             let row_tiles = (2 * tokens.len()).div_ceil(ROWS);
             let last = |tile: usize| (tokens.start + (tile + 1) * ROWS / 2).min(tokens.end) - 1;

@@ -1,6 +1,6 @@
 //! Attention on a GPU: on Hopper's tensor cores (`hopper`) or the tensor cores of any GPU (`tiled`)
-//! if they support the shape, or else by plain arithmetic (`plain`). Generated tokens have kernels of their
-//! own (`decode`).
+//! if they support the shape, otherwise by plain arithmetic (`plain`). Generated tokens have separate
+//! kernels (`decode`).
 
 mod decode;
 mod hopper;
@@ -27,7 +27,7 @@ struct Pass<'a, 'v> {
     at: &'a Addresses,
 }
 
-/// The addresses of the tensors; 0 for those that the pass does not have.
+/// The addresses of the tensors; 0 for tensors that the pass does not have.
 #[derive(Default)]
 struct Addresses {
     q: u64,
@@ -91,7 +91,7 @@ impl Addresses {
 }
 
 impl<'a> AttentionArgs<'a, Cuda> {
-    /// Returns the local heads before the routed ones.
+    /// Returns the number of local heads before the routed heads.
     fn shared_heads(&self) -> usize {
         self.selection.map_or(self.shape.heads, |selection| selection.shared_heads)
     }
@@ -105,7 +105,7 @@ impl<'a> AttentionArgs<'a, Cuda> {
         self.selection.and_then(|selection| selection.weights)
     }
 
-    /// Returns whether some rows may not be selected.
+    /// Returns whether rows may be unselected.
     fn is_routed(&self) -> bool {
         self.routed_mask().is_some()
     }
@@ -116,7 +116,7 @@ impl<'a> AttentionArgs<'a, Cuda> {
     }
 }
 
-/// Returns the most scratch of the backward pass over aligned rows of `T`, including a delta that the
+/// Returns the maximum scratch of the backward pass over aligned rows of `T`, including a delta that the
 /// caller does not request.
 pub(crate) fn backward_scratch_bytes<T: Element>(
     cuda: &Cuda,

@@ -8,7 +8,7 @@ namespace tiled_attention {
 
 using attention::is_selected;
 
-// The sum of the counts of the threads before this one; sets `total` to the sum of all counts.
+// Returns the sum of the counts of the threads before this thread; sets `total` to the sum of all counts.
 static __device__ __forceinline__ uint32_t count_before(uint32_t count, uint32_t& total) {
     __shared__ uint32_t warp_counts[PACK_THREADS / 32];
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -41,7 +41,7 @@ static __device__ __forceinline__ uint32_t count_selected(const Parameters& para
     const uint32_t group = params.heads / params.kv_heads, shared = params.heads - params.routed;
     if (group == 4 && kv_head * group >= shared && params.routed % 4 == 0 &&
         reinterpret_cast<uint64_t>(params.selected) % 4 == 0) {
-        // Four bytes that are 0 or 1, in one access.
+        // Four bytes, each 0 or 1, in one access.
         const uint64_t first = uint64_t(token) * params.routed + kv_head * group - shared;
         return __popc(*reinterpret_cast<const uint32_t*>(params.selected + first));
     }
@@ -56,7 +56,7 @@ enum class Clear { OUTPUT, QUERY_GRADIENT };
 // Threads that clear a row.
 constexpr uint32_t LANES = 16;
 
-// Clears a row by LANES threads; this is thread `lane` of them.
+// Clears a row by LANES threads; `lane` is the index of this thread.
 static __device__ __forceinline__ void clear_row(bf16* row, uint32_t head_dim, uint32_t lane) {
     if (is_aligned(row, head_dim)) {
         for (uint32_t column = lane * 8; column < head_dim; column += LANES * 8)
@@ -91,7 +91,7 @@ static __device__ __forceinline__ void clear_pairs(const Parameters& params, uin
 
 // Writes `rows` and `row_counts`: one block per PACK_TOKENS tokens of each key/value head and
 // sequence. A block counts the rows of all earlier tokens itself, so that no block waits for
-// another. Clears the pairs that have no row, which takes all of its threads.
+// another block. All threads of a block clear the pairs without a row.
 template <Clear WHAT>
 static __device__ __forceinline__ void pack(const Parameters& params) {
     const uint32_t kv_head = blockIdx.y, group = params.heads / params.kv_heads;
@@ -145,7 +145,7 @@ static __device__ __forceinline__ Pair warp_pair(const Parameters& params) {
     return {uint32_t(token), uint32_t(index - token * params.heads), exists};
 }
 
-// delta of every selected pair: one warp per pair.
+// Computes delta of every selected pair: one warp per pair.
 extern "C" __global__ void __launch_bounds__(PAIR_THREADS)
     attention_backward_delta(Parameters params) {
     Pair pair = warp_pair(params);
@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(PAIR_THREADS)
     }
     sum = warp_sum(sum);
     float weight = params.weights != nullptr ? params.weights[index] : 1.0f;
-    // The output of a head with weight 0 is 0, so delta cannot be recovered from it.
+    // The output of a head with weight 0 is 0, so delta cannot be recovered from the output.
     if (threadIdx.x % 32 == 0) params.delta[index] = weight != 0.0f ? sum / weight : 0.0f;
 }
 

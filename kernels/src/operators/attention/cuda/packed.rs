@@ -1,5 +1,5 @@
 //! The parameters of attention on tensor cores (`Parameters` of tiled.cuh), and the packing of the
-//! selected rows before it (pack.cuh). Both paths share them.
+//! selected rows before it (pack.cuh). Both tensor-core paths share them.
 
 use super::Pass;
 use crate::cuda::address_or_null;
@@ -52,7 +52,7 @@ impl Parameters {
         }
     }
 
-    /// Returns the parameters of `count` sequences from index `first`; keys are contiguous.
+    /// Returns the parameters of `count` sequences, starting at index `first`; keys are contiguous.
     pub(super) fn of_sequences(&self, first: usize, count: usize) -> Self {
         let first = first as u64;
         let tokens = first * u64::from(self.query_length);
@@ -86,14 +86,14 @@ impl Parameters {
 pub(super) const PACK_FORWARD: &str = "attention_pack_forward";
 pub(super) const PACK_BACKWARD: &str = "attention_pack_backward";
 
-/// An attention whose rows are packed.
+/// An attention with packed rows.
 pub(super) struct Packed<'a, 'v> {
     pub pass: Pass<'a, 'v>,
     pub parameters: Parameters,
 }
 
 impl<'a, 'v> Packed<'a, 'v> {
-    /// Packs the rows into `scratch` by one of the kernels above, if heads are selected.
+    /// Packs the rows into `scratch` by one of the kernels above if heads are selected.
     pub(super) fn new(kernel: &str, pass: Pass<'a, 'v>, scratch: u64) -> Result<Self> {
         let shape = &pass.args.shape;
         let selected = pass.args.is_routed();

@@ -1,4 +1,4 @@
-//! The paths of attention on a GPU, and the choice of one.
+//! The paths of attention on a GPU, and the choice of a path.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::scalar::Element;
 use crate::workspace::gpu::attention::{hopper_backward_bytes, packed_bytes};
 
-/// A way to compute attention on a GPU. Each path supports fewer problems than the next, and is
+/// A way to compute attention on a GPU. Each path supports fewer problems than the next path, and is
 /// faster on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum AttentionPath {
@@ -33,7 +33,7 @@ impl AttentionPath {
         name.map_or(Ok(Self::Hopper), |name| Self::named(&name.to_string_lossy()))
     }
 
-    /// Returns the path of this name, a value of the variable.
+    /// Returns the path with this name, a value of the variable.
     #[cfg(any(feature = "cuda", test))]
     fn named(name: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|path| path.name() == name).ok_or_else(|| {
@@ -62,7 +62,7 @@ impl AttentionPath {
         allowed.find(supports).unwrap_or(Self::Plain)
     }
 
-    /// Stores the path as the last one that the GPU used.
+    /// Stores the path as the last path that the GPU used.
     pub(super) fn remember(self, cuda: &Cuda) {
         *locked(&cuda.last_path) = Some(self as usize);
     }
@@ -79,7 +79,7 @@ impl AttentionPath {
 
 impl Cuda {
     /// Sets the first attention path to try. If it does not support a shape or this GPU, the next
-    /// one is used.
+    /// path is used.
     pub fn with_attention(mut self, first: AttentionPath) -> Self {
         (self.first_path, self.last_path) = (first as usize, Arc::default());
         self

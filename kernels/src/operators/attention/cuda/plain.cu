@@ -1,12 +1,12 @@
-// Attention by plain arithmetic, one warp per row: for f32, for heads that the kernels for tensor
-// cores do not support, and as their reference in tests.
+// Attention by plain arithmetic, one warp per row: for f32, for heads that the tensor-core kernels do
+// not support, and as the reference of these kernels in tests.
 #include "selection.cuh"
 
 namespace plain_attention {
 
 using attention::is_selected;
 
-// Elements of a head per lane: heads have at most 256.
+// Elements of a head per lane: heads have at most 256 elements.
 constexpr int SLOTS = 8;
 
 struct PARAMETERS Parameters {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void add(Head& sum, float by, const Head& head) {
     }
 }
 
-// The first key that the token sees, and the one after the last.
+// The first key that the token sees, and the end of the keys that it sees.
 __device__ __forceinline__ uint32_t first_key(const Parameters& p, uint64_t token) {
     return p.document_start ? p.document_start[token] : 0;
 }
@@ -142,7 +142,7 @@ __device__ void forward(const Parameters& p) {
     p.log_sum_exp[pair] = largest + logf(total);
 }
 
-// One warp per (token, query head): the query's gradient and delta = sum(P dP).
+// One warp per (token, query head): computes the query's gradient and delta = sum(P dP).
 template <class T>
 __device__ void backward_queries(const Parameters& p) {
     const uint64_t pair = global_warp(), token = pair / p.heads;
@@ -184,7 +184,7 @@ __device__ void backward_queries(const Parameters& p) {
     }
 }
 
-// One warp per (sequence, key, key/value head): the gradients of the key and the value.
+// One warp per (sequence, key, key/value head): computes the gradients of the key and the value.
 template <class T>
 __device__ void backward_keys(const Parameters& p) {
     const uint64_t index = global_warp(), row = index / p.kv_heads;

@@ -1,6 +1,6 @@
 // Tiles of packed rows and of keys in shared memory, and the matmuls of their fragments.
 //
-// A tile holds rows of WIDTH bf16 (head_dim padded with zeros), in chunks of 16 bytes. Chunk c of
+// A tile contains rows of WIDTH bf16 (head_dim padded with zeros), in chunks of 16 bytes. Chunk c of
 // row r is stored at c ^ swizzle(r), so that the eight rows of a matrix that ldmatrix reads are in
 // eight different groups of banks.
 #pragma once
@@ -20,7 +20,7 @@ static __device__ __forceinline__ float minus_infinity() { return __uint_as_floa
 
 template <int WIDTH>
 static __device__ __forceinline__ uint32_t swizzle(uint32_t row) {
-    // Rows of a multiple of 128 bytes start at the same bank; others alternate between two halves.
+    // Rows of a multiple of 128 bytes start at the same bank. Other rows alternate between two halves.
     return WIDTH % 64 == 0 ? row & 7 : row / 2 & 3;
 }
 
@@ -48,7 +48,7 @@ static __device__ __forceinline__ LaneTile<WIDTH> lane_tile(SharedAddress tile, 
 }
 
 // For fragments of 16 rows from `first_row` and 16 columns: A, B transposed, and B of a transposed
-// matmul. They have one pattern in common, so that they share addresses.
+// matmul. These fragments have one pattern, so that they share addresses.
 template <int WIDTH>
 static __device__ __forceinline__ LaneTile<WIDTH> lane_rows(SharedAddress tile,
                                                             uint32_t first_row = 0) {
@@ -69,7 +69,7 @@ static __device__ __forceinline__ bool inputs_are_wide(const Parameters& params)
            is_aligned(params.d_out, 0);
 }
 
-// Copies a chunk of a row of head_dim elements that are not wide, with zeros beyond head_dim.
+// Copies a chunk of a row of head_dim elements with inputs that are not wide, with zeros beyond head_dim.
 static __device__ __forceinline__ void load_narrow(SharedAddress target, const bf16* row,
                                                    uint32_t column, uint32_t head_dim, bool valid) {
 #pragma unroll 1
@@ -146,7 +146,7 @@ static __device__ __forceinline__ void stage_fragments(unsigned char* tile, uint
     }
 }
 
-// One warp writes ROWS rows of a tile to global memory, except those whose `target(row)` is null.
+// One warp writes ROWS rows of a tile to global memory, except rows with a null `target(row)`.
 template <int WIDTH, int ROWS, typename Target>
 static __device__ __forceinline__ void store_rows(const unsigned char* tile, uint32_t first_row,
                                                   uint32_t head_dim, bool wide, Target target) {
@@ -267,7 +267,7 @@ static __device__ __forceinline__ uint32_t key_end(const Parameters& params, uin
 }
 
 // The token, head and visible keys of each of a tile's ROWS packed rows, in shared memory. Rows
-// beyond the segment's end repeat the last one; their results are never stored.
+// beyond the segment's end repeat the last row; their results are never stored.
 template <int ROWS>
 struct RowTile {
     uint32_t* words;
@@ -302,14 +302,14 @@ struct RowTile {
         return uint64_t(token(row)) * params.heads + head(row);
     }
 
-    // Whether all rows see all of the keys [key, key + length); bounds do not decrease from one row
+    // Whether all rows see all of the keys [key, key + length); bounds never decrease from one row
     // to the next.
     __device__ __forceinline__ bool see_all(uint32_t key, uint32_t length) const {
         return first(ROWS - 1) <= key && key + length <= end(0);
     }
 };
 
-// Sets the scores of keys that a row does not see to -infinity; 16M rows from first_row, 8N keys.
+// Sets the scores of keys that a row does not see to -infinity, for 16M rows from first_row and 8N keys.
 template <int M, int N, int ROWS>
 static __device__ __forceinline__ void mask_scores(float (&scores)[M][N][4],
                                                    const RowTile<ROWS>& rows, uint32_t first_row,
@@ -330,7 +330,7 @@ static __device__ __forceinline__ void mask_scores(float (&scores)[M][N][4],
         }
 }
 
-// Copies of paged keys in flight: few, because their addresses need registers.
+// Copies of paged keys in flight: few, because their addresses use registers.
 constexpr int PAGED_UNROLL = 1;
 
 // The row of a head's paged key in the key and value buffers.
@@ -342,7 +342,7 @@ static __device__ __forceinline__ uint64_t paged_row(const Parameters& params,
     return uint64_t(of_head) * params.block_length + key % params.block_length;
 }
 
-// Fills a tile with the keys, or values, from `key`; those beyond the last are zeros.
+// Fills a tile with the keys, or values, starting at `key`. Rows beyond the last key are zeros.
 template <int WIDTH, int KEYS, int THREADS>
 static __device__ __forceinline__ void load_keys(const Parameters& params, const Segment& segment,
                                                  const bf16* elements, uint32_t key,

@@ -1,9 +1,9 @@
 // Attention over the (token, query head) pairs that were selected: parameters and launch geometry.
 //
 // For each sequence and key/value head the selected pairs are packed into rows in token order, so
-// that work is proportional to their number. A packed row is token * group + head_in_group, with
+// that work is proportional to the number of pairs. A packed row is token * group + head_in_group, with
 // `group` query heads per key/value head. A query of token t sees the keys from document_start[t]
-// to the last one or, if causal, to its own position query_offset + t.
+// to the last key or, if causal, to its own position query_offset + t.
 //
 // Order of launches, each with one Parameters (head dimension D, padded to 32, 64, 96, 128):
 //   forward:   attention_pack_forward (only with a selection), attention_forward_dX.
@@ -20,32 +20,32 @@
 namespace tiled_attention {
 
 struct PARAMETERS Parameters {
-    // Queries: row r of a token starts at element r * q_stride, head h at h * head_dim in it.
+    // Queries: row r of a token starts at element r * q_stride, and head h at h * head_dim within the row.
     const bf16* q;
-    // Keys and values: row r of a token starts at element r * kv_stride, head g at g * head_dim in
-    // it. Paged ones: row r of a head starts at element r * kv_stride.
+    // Keys and values: row r of a token starts at element r * kv_stride, and head g at g * head_dim within
+    // the row. Paged keys and values: row r of a head starts at element r * kv_stride.
     const bf16 *k, *v;
-    // Paged keys when not null: token p of sequence b is row p % block_length of each of the
+    // Keys are paged if this is not null: token p of sequence b is row p % block_length of each of the
     // kv_heads of block block_table[b * ceil(key_length / block_length) + p / block_length].
     // Forward only.
     const uint32_t* block_table;
     // Packed rows [B*G][T*group] in increasing order, and their counts [B*G]; null if every row is
     // selected.
     uint32_t *rows, *row_counts;
-    // 1 where a token selected a routed head [B*T, routed]; null if every row is selected. The
-    // heads - routed heads before the routed ones are always selected.
+    // 1 if a token selected a routed head [B*T, routed]; null if every row is selected. The
+    // first heads - routed heads are always selected.
     const uint8_t* selected;
     // First visible key of each token [B*T], never decreasing within a sequence; null: key 0.
     const uint32_t* document_start;
     // Factor of each head's output [B*T, H]; null: 1.
     const float* weights;
-    // Output [B*T, H*D], multiplied by its weight.
+    // Output [B*T, H*D], multiplied by the weights.
     bf16* out;
     // Natural logarithm of the sum of exponentials of scaled scores [B*T, H].
     float* log_sum_exp;
     // Gradient of out [B*T, H*D].
     const bf16* d_out;
-    // <d_out, O>, where O is the output before its weight [B*T, H]; 0 where the weight is 0.
+    // <d_out, O>, where O is the output before its weight [B*T, H]; 0 if the weight is 0.
     float* delta;
     // Gradients, in the layout of q, k and v.
     bf16 *d_q, *d_k, *d_v;
@@ -66,8 +66,8 @@ struct PARAMETERS Parameters {
 // attention_backward_dq_dX  (ceil(T*group / 128), kv_heads, batch)       256    dq_shared(X)
 // attention_backward_dkdv_dX (ceil(key_length / 128), kv_heads, batch)   256    dkdv_shared(X, 64)
 //
-// attention_backward_dkdv_d128_r32, the same with dkdv_shared(128, 32), where a block cannot have
-// the 131 KiB of dkdv_shared(128, 64): on GPUs with 99 KiB per block, such as sm_86, sm_89 and
+// attention_backward_dkdv_d128_r32 is the same kernel with dkdv_shared(128, 32). It is used if a block cannot
+// have the 131 KiB of dkdv_shared(128, 64): on GPUs with 99 KiB per block, such as sm_86, sm_89 and
 // sm_120.
 //
 // More than 48 KiB of dynamic shared memory must be enabled for each kernel before its launch.
@@ -96,7 +96,7 @@ __host__ __device__ constexpr int forward_shared(int width) {
     return tile_bytes(FORWARD_ROWS + 2 * FORWARD_KEYS, width) + 4 * FORWARD_ROWS * 4;
 }
 
-// Two stages of keys and values, through which queries and output gradients are loaded first;
+// Two stages of keys and values, which queries and output gradients pass through first;
 // token, head, first and end of each row.
 __host__ __device__ constexpr int dq_shared(int width) {
     return tile_bytes(4 * DQ_KEYS, width) + 4 * DQ_ROWS * 4;

@@ -6,7 +6,7 @@ use crate::cuda::Cuda;
 use crate::workspace::gpu::attention::MAX_TILED_HEAD_DIM;
 use crate::{DType, Element, Result};
 
-/// Widths of a head that kernels are compiled for; narrower heads are padded with zeros.
+/// Widths of a head with compiled kernels. Narrower heads are padded with zeros.
 const WIDTHS: [usize; 4] = [32, 64, 96, MAX_TILED_HEAD_DIM];
 
 /// A kernel's launch geometry (tiled.cuh).
@@ -17,7 +17,7 @@ struct Tiling {
     threads: usize,
     /// Packed rows, or keys, per block.
     rows: usize,
-    /// Rows of all tiles in shared memory, and its other bytes.
+    /// Rows of all tiles in shared memory, and the other bytes of shared memory.
     tile_rows: usize,
     other_bytes: usize,
 }
@@ -46,7 +46,7 @@ const DKDV: Tiling = Tiling {
     tile_rows: 512,
     other_bytes: 2 * 6 * 64 * 4,
 };
-/// The same with half as many packed rows at a time, for the widest heads on GPUs with 99 KiB of
+/// The tiling with half as many packed rows at a time, for the widest heads on GPUs with 99 KiB of
 /// shared memory per block.
 const SMALL_DKDV: Tiling =
     Tiling { suffix: "_r32", tile_rows: 384, other_bytes: 2 * 6 * 32 * 4, ..DKDV };
@@ -57,7 +57,7 @@ impl Tiling {
     }
 }
 
-/// Returns the width that heads of `head_dim` elements are padded to.
+/// Returns the padded width of heads of `head_dim` elements.
 fn width(head_dim: usize) -> Option<usize> {
     WIDTHS.into_iter().find(|&width| head_dim <= width)
 }
@@ -75,7 +75,7 @@ pub(super) fn supports<T: Element>(pass: Pass<'_, '_>) -> bool {
 }
 
 /// Returns the kernel for the gradients of keys and values on this GPU; `None` if a block has too little
-/// shared memory. No other kernel of this path requires more.
+/// shared memory. No other kernel of this path requires more shared memory.
 fn dkdv(cuda: &Cuda, width: usize) -> Option<&'static Tiling> {
     let tilings: &[Tiling] = if width == 128 { &[DKDV, SMALL_DKDV] } else { &[DKDV] };
     tilings.iter().find(|tiling| tiling.shared_bytes(width) <= cuda.most_shared_bytes)
@@ -83,7 +83,7 @@ fn dkdv(cuda: &Cuda, width: usize) -> Option<&'static Tiling> {
 
 /// Returns the width of a problem that these kernels support, checked by `supports`.
 fn width_of(packed: &Packed<'_, '_>) -> usize {
-    // `supports` has checked that there is one.
+    // `supports` has checked that the width exists.
     width(packed.pass.args.shape.head_dim).unwrap_or(WIDTHS[3])
 }
 

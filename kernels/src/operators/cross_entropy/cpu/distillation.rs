@@ -1,6 +1,6 @@
 //! The cross-entropy and the distillation loss of a chunk, block by block of the vocabulary. A block's logits of both
-//! heads are measured while they are in the caches, and kept as they are: three softmaxes have no common
-//! exponentials. Their gradients exponentiate them again.
+//! heads are measured while they are in the caches, and stay unchanged: three softmaxes have no common
+//! exponentials. The gradients compute the exponentials again.
 
 use std::ops::Range;
 
@@ -16,22 +16,22 @@ use crate::{Cpu, Element, Result};
 use super::BLOCK;
 use super::softmax::{PART, ROWS, add, sum_of_rows};
 
-/// What is known of a token's logits in a block. Exponentials are relative to the largest logit.
+/// Statistics of a token's logits in a block. Exponentials are relative to the largest logit.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 struct BlockSums {
     largest: f32,
     /// The sum of the exponentials without the target's.
     others: f32,
-    /// The student and the teacher over the temperature, in the compared rows.
+    /// The exponentials of the student and of the teacher over the temperature, in the compared rows.
     student: Exponentials,
     teacher: Exponentials,
-    /// The sum of the teacher's exponentials times the teacher's logit minus the student's, each relative to its
-    /// largest.
+    /// The sum of the teacher's exponentials times the teacher's logit minus the student's logit. Each logit is
+    /// relative to the largest logit of its head.
     difference: f32,
 }
 
-/// The largest of some logits, and the sum of the exponentials relative to it; -inf and 0 of none.
+/// The largest of some logits, and the sum of the exponentials relative to it; -inf and 0 without logits.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 struct Exponentials {
@@ -39,7 +39,7 @@ struct Exponentials {
     sum: f32,
 }
 
-/// How a token's logits become one of the three distributions, scaled: (exponential relative to `reference`) x `factor`.
+/// Scales for one of a token's three distributions: (exponential relative to `reference`) x `factor`.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 struct Scaled {
@@ -48,7 +48,7 @@ struct Scaled {
 }
 
 const SUMS: usize = size_of::<BlockSums>() / size_of::<f32>();
-/// Elements of the three [`Scaled`], which take the place of the first block's sums.
+/// Elements of the three [`Scaled`], which replace the first block's sums.
 const SCALED: usize = 3 * size_of::<Scaled>() / size_of::<f32>();
 const _: () = assert!(SCALED <= SUMS);
 
@@ -57,16 +57,17 @@ const _: () = assert!(SCALED <= SUMS);
 struct TokenSums {
     /// Logarithm of the sum of the exponentials.
     log_sum: f64,
-    /// The same of the student's and of the teacher's logits over the temperature, in the compared rows; -inf without
-    /// any.
+    /// Logarithms of the sums of the student's and of the teacher's exponentials over the temperature, in the compared
+    /// rows;
+    /// -inf without compared rows.
     student: f64,
     teacher: f64,
-    /// Mean difference of the logits over the temperature, the teacher's minus the student's, in the teacher's
-    /// distribution.
+    /// Mean difference of the logits over the temperature, the teacher's minus the student's, weighted by the
+    /// teacher's distribution.
     difference: f64,
 }
 
-/// Returns the columns of the table that `ranks` ranks sum: the four sums of each, and the target's logit.
+/// Returns the columns of the table that `ranks` ranks sum: four sums of each rank, and the target's logit.
 pub(super) fn columns(ranks: usize) -> usize {
     4 * ranks + 1
 }
@@ -81,7 +82,7 @@ pub(super) struct Distillation<'a> {
     temperature: f64,
     /// Gradient of the total loss with respect to a token's distillation loss.
     scale: f64,
-    /// And to its cross-entropy, once the gradients are prepared.
+    /// Gradient of the total loss with respect to a token's cross-entropy, after the gradients are prepared.
     target_scale: f32,
 }
 
@@ -119,7 +120,7 @@ impl<'a> Distillation<'a> {
     }
 
     /// Calls `work` on each token's part of a block by both heads, with the token's statistics and the index of its
-    /// target, if that is in the block; and with `None` for an ignored token.
+    /// target if the block has it. For an ignored token, calls `work` with `None`.
     fn each_token(
         &mut self,
         student: &mut [f32],
@@ -147,7 +148,7 @@ impl<'a> Distillation<'a> {
         });
     }
 
-    /// Measures block `number`'s logits, which stay as they are.
+    /// Measures block `number`'s logits, which stay unchanged.
     pub fn measure(
         &mut self,
         student: &mut [f32],
@@ -166,8 +167,8 @@ impl<'a> Distillation<'a> {
         });
     }
 
-    /// Returns the summed losses, the cross-entropy first, in an order that depends only on the number of tokens;
-    /// prepares the gradients of a scale of the cross-entropy.
+    /// Returns the summed losses, the cross-entropy first, in an order that depends only on the number of tokens.
+    /// Prepares the gradients for a scale of the cross-entropy.
     pub fn losses(&mut self, scale: Option<f32>) -> [f64; 2] {
         self.target_scale = scale.unwrap_or_default();
         let (len, temperature) = (statistics_len(self.vocabulary.count), self.temperature);
@@ -184,7 +185,7 @@ impl<'a> Distillation<'a> {
         })
     }
 
-    /// Returns the same over ranks with shards of the vocabulary: on rank 0, and zero on the others.
+    /// Returns the losses over ranks with shards of the vocabulary on rank 0, and zero on the other ranks.
     pub fn losses_over(
         &mut self,
         ranks: &mut HeadRanks<'_, Cpu>,
@@ -228,7 +229,7 @@ impl<'a> Distillation<'a> {
         Ok(if *rank == 0 { losses } else { [0.0; 2] })
     }
 
-    /// Replaces a block's logits by their gradients; after the losses of a scale.
+    /// Replaces a block's logits by their gradients. Call `losses` with a scale first.
     pub fn differentiate(&mut self, student: &mut [f32], teacher: &[f32], block: &Range<usize>) {
         let (inverse, scale) = ((1.0 / self.temperature) as f32, self.target_scale);
         self.each_token(student, teacher, block, |student, teacher, token| {
@@ -249,7 +250,8 @@ fn split(statistics: &mut [f32]) -> (&mut [BlockSums], &mut f32) {
     (bytemuck::cast_slice_mut(blocks), &mut target[0])
 }
 
-/// Logarithm of the sum of exponentials, from their logarithms or maxima with their sums relative to these; -inf of none.
+/// Returns the logarithm of a sum of exponentials. Each term is a logarithm or maximum, and a sum relative to it. -inf
+/// without terms.
 fn log_sum_exp(terms: impl Iterator<Item = (f64, f64)> + Clone) -> f64 {
     let largest = terms.clone().map(|(term, _)| term).fold(f64::NEG_INFINITY, f64::max);
     if largest == f64::NEG_INFINITY {
@@ -259,7 +261,7 @@ fn log_sum_exp(terms: impl Iterator<Item = (f64, f64)> + Clone) -> f64 {
 }
 
 impl TokenSums {
-    /// Of a token's local rows, among which its target may be.
+    /// Computes the sums of a token's local rows, which may include its target.
     fn of(statistics: &mut [f32], is_local: bool, temperature: f64) -> Self {
         let (blocks, target) = split(statistics);
         let blocks = &*blocks;
@@ -283,7 +285,7 @@ impl TokenSums {
         }
     }
 
-    /// Over the rows of all ranks, from those of each in the order of the fields.
+    /// Computes the sums over the rows of all ranks, from each rank's sums in the order of the fields.
     fn over(ranks: &[[f64; 4]]) -> Self {
         let all = |column: usize| log_sum_exp(ranks.iter().map(move |sums| (sums[column], 1.0)));
         let teacher = all(2);
@@ -291,15 +293,15 @@ impl TokenSums {
         TokenSums { log_sum: all(0), student: all(1), teacher, difference: difference.sum() }
     }
 
-    /// Returns the cross-entropy and the distillation loss of a token whose target has this logit.
+    /// Returns the cross-entropy and the distillation loss of a token; `target` is the target's logit.
     fn losses(&self, target: f64, temperature: f64) -> [f64; 2] {
         let divergence = self.difference + self.student - self.teacher;
         [self.log_sum - target, temperature * temperature * divergence]
     }
 
-    /// Replaces the first sums of a token by what makes its logits gradients of these scales.
+    /// Replaces the first sums of a token by the factors that turn its logits into gradients of these scales.
     fn scale(&self, statistics: &mut [f32], scale: f32, distillation: f64, temperature: f64) {
-        // The factor has the rounding error of the reference, which is f32.
+        // The factor corrects the rounding error of the reference, which is f32.
         let scaled = |log_sum: f64, scale: f64, temperature: f64| {
             let reference = (log_sum * temperature) as f32;
             let factor = scale * (f64::from(reference) / temperature - log_sum).exp();
@@ -315,7 +317,7 @@ impl TokenSums {
     }
 }
 
-/// Measures a row's logits by both heads, of which the teacher has the compared ones.
+/// Measures a row's logits by both heads. The teacher has logits only for the compared rows.
 #[inline(always)]
 fn measured(
     student: &mut [f32],
@@ -326,7 +328,7 @@ fn measured(
     let most = largest(student);
     let mut found = compare(&student[..teacher.len()], teacher, inverse);
     found.largest = most;
-    // The target has a term of its own.
+    // The target has a separate term.
     let own = target.map(|target| std::mem::replace(&mut student[target], f32::NEG_INFINITY));
     let mut others = 0.0;
     let mut exponentials = [0f32; PART];
@@ -374,7 +376,7 @@ fn compare(student: &[f32], teacher: &[f32], inverse: f32) -> BlockSums {
     }
 }
 
-/// Replaces a row's logits by their gradients, but for the target's term.
+/// Replaces a row's logits by their gradients, without the target's term.
 #[inline(always)]
 fn differentiated(
     student: &mut [f32],

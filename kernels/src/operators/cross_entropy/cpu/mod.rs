@@ -1,8 +1,8 @@
 //! The CPU body of the fused cross-entropy.
 //!
 //! A chunk's logits are computed in blocks of the vocabulary, and each block is exponentiated while it
-//! is in the caches. Once all sums are known, a block's exponentials become its part of the gradients,
-//! again in the caches, so that memory sees a logit twice.
+//! is in the caches. After all sums are computed, a block's exponentials become its part of the gradients,
+//! again in the caches. Memory therefore transfers a logit twice.
 
 mod distillation;
 mod softmax;
@@ -19,17 +19,17 @@ use crate::{Cpu, DType, Element, Result, check_ids};
 use distillation::Distillation;
 use softmax::Softmax;
 
-/// Tokens per chunk. With fewer, accumulating the weight's gradient, which each chunk reads and
-/// writes, would cost more than a tenth of the time.
+/// Tokens per chunk. Each chunk reads and writes the weight's gradient. With fewer tokens, this accumulation
+/// would cost more than a tenth of the time.
 const CHUNK: usize = 512;
 /// Maximum elements of a chunk's logits, unless one token has more: 256 MiB.
 const MAX_SCRATCH: usize = 64 << 20;
-/// Elements of a weight whose gradient stays in the last-level cache between chunks, 16 MiB; also
-/// the minimum elements of a chunk's logits then.
+/// Elements of a weight with a gradient that stays in the last-level cache between chunks, 16 MiB; also
+/// the minimum elements of a chunk's logits in that case.
 const CACHED: usize = 4 << 20;
 const CACHED_CHUNK: usize = 256;
 const CACHED_SCRATCH: usize = 1 << 20;
-/// Rows of the vocabulary in a block: its logits of a chunk take at most 2 MiB.
+/// Rows of the vocabulary in a block: a chunk's logits of a block need at most 2 MiB.
 const BLOCK: usize = 1024;
 
 fn chunk_rows(shape: &HeadShape) -> usize {
@@ -41,8 +41,8 @@ fn chunk_rows(shape: &HeadShape) -> usize {
     chunk.min(shape.tokens).min(holds(MAX_SCRATCH)).max(1)
 }
 
-/// Returns the elements of scratch of a chunk: logits, those of a teacher, gradients of its inputs, and the statistics
-/// of the softmax.
+/// Returns the elements of scratch of a chunk: logits, the teacher's logits, gradients of the inputs, and the
+/// statistics of the softmax.
 fn lengths(shape: &HeadShape) -> [usize; 4] {
     let (rows, vocab_size) = (chunk_rows(shape), shape.vocab_size);
     let (teacher, statistics) = match shape.has_teacher {
@@ -130,10 +130,10 @@ fn cross_entropy<T: Element, G: Element>(args: CrossEntropyArgs<'_, Cpu, T, G>) 
     Ok(())
 }
 
-/// Replaces what a forward pass keeps of a block's logits, given its number and rows, by their gradients.
+/// Replaces the forward pass's data of a block, given the block's number and rows, by the gradients of its logits.
 type Differentiate<'a> = &'a mut dyn FnMut(&mut [f32], usize, &Range<usize>);
 
-/// Returns the logits of the chunk of tokens from `first` on by the teacher's head, in the rows that are compared.
+/// Returns the chunk of tokens from `first` on with the teacher's head, for the rows that are compared.
 fn teacher_chunk<'a, T: Element>(
     teacher: &'a HeadTeacher<'_, Cpu, T>,
     distillation: &Distillation<'_>,
@@ -152,7 +152,7 @@ struct Chunk<'a, T> {
     weight: &'a [T],
     /// The logits, block after block.
     logits: &'a mut [f32],
-    /// Whether the logits of all blocks are kept, for their gradients.
+    /// Whether the logits of all blocks are stored, for their gradients.
     keeps: bool,
 }
 
@@ -161,14 +161,14 @@ impl<T: Element> Chunk<'_, T> {
         self.x.len() / self.width
     }
 
-    /// Returns the blocks of the vocabulary: number, and rows.
+    /// Returns the blocks of the vocabulary, each with its number and rows.
     fn blocks(&self) -> impl Iterator<Item = (usize, Range<usize>)> + use<T> {
         let vocab_size = self.weight.len() / self.width;
         let starts = (0..vocab_size).step_by(BLOCK);
         starts.map(move |first| first..vocab_size.min(first + BLOCK)).enumerate()
     }
 
-    /// Returns a block's logits of all tokens, the inputs, and the weight's rows of the block.
+    /// Returns a block's logits for all tokens, the inputs, and the weight's rows of the block.
     fn block(&mut self, block: &Range<usize>) -> (&mut [f32], Matrix<'_, T>, Matrix<'_, T>) {
         let (tokens, width) = (self.tokens(), self.width);
         let first = if self.keeps { tokens * block.start } else { 0 };
@@ -192,7 +192,7 @@ impl<T: Element> Chunk<'_, T> {
         }
     }
 
-    /// Computes the logits and those of the teacher, and measures both.
+    /// Computes the logits of both heads, and measures them.
     fn compare(&mut self, teacher: &mut Self, distillation: &mut Distillation<'_>) {
         for (number, block) in self.blocks() {
             let logits = self.compute(&block);
@@ -202,14 +202,14 @@ impl<T: Element> Chunk<'_, T> {
         }
     }
 
-    /// Returns the kept logits of the compared rows of a block.
+    /// Returns the stored logits of the compared rows of a block.
     fn logits_of(&self, block: &Range<usize>) -> &[f32] {
         let rows = self.weight.len() / self.width;
         let compared = block.start.min(rows)..block.end.min(rows);
         &self.logits[self.tokens() * compared.start..self.tokens() * compared.end]
     }
 
-    /// Returns the gradients; those of the inputs are summed in `sums`, unless they are f32 themselves, and rounded
+    /// Computes the gradients. The inputs' gradients are summed in `sums`, unless they are f32 themselves, and rounded
     /// once.
     fn backward<G: Element>(
         &mut self,

@@ -26,10 +26,10 @@ pub(super) struct Softmax<'a> {
 
 /// The statistics of one token.
 struct Token<'a> {
-    /// By block, the maximum logit, relative to which exponentials are taken; after the losses, the
-    /// factor that makes the exponentials gradients.
+    /// For each block the maximum logit, the reference of its exponentials. After the losses, the
+    /// factor that turns the exponentials into gradients.
     maxima_or_factors: &'a mut [f32],
-    /// By block, the sum of the exponentials without the target's.
+    /// For each block the sum of the exponentials without the target's.
     others: &'a mut [f32],
     /// The target's logit, if it is local.
     target: &'a mut f32,
@@ -48,10 +48,10 @@ impl<'a> Token<'a> {
         Token { maxima_or_factors, others, target: &mut target[0] }
     }
 
-    /// Logarithm of the sum of the exponentials of all local logits.
+    /// Returns the logarithm of the sum of the exponentials of all local logits.
     ///
     /// The target's term is added in f64: if it is the maximum, the loss is the logarithm of 1 plus the
-    /// small sum of the others.
+    /// small sum of the other terms.
     fn log_sum(&self, is_local: bool) -> f64 {
         let maxima = &*self.maxima_or_factors;
         let maximum = f64::from(largest(maxima));
@@ -80,7 +80,7 @@ impl<'a> Softmax<'a> {
     }
 
     /// Calls `work` on each token's part of a block, with the token's statistics and the index of its
-    /// target, if that is in the block. An ignored token has no statistics.
+    /// target if the block has it. An ignored token has no statistics.
     fn each_token(
         &mut self,
         part: &mut [f32],
@@ -105,7 +105,7 @@ impl<'a> Softmax<'a> {
     }
 
     /// Replaces block `number`'s logits by exponentials relative to each token's maximum in the
-    /// block. Those of ignored tokens are left as they are.
+    /// block. The logits of ignored tokens stay unchanged.
     pub(super) fn exponentiate(&mut self, logits: &mut [f32], number: usize, block: &Range<usize>) {
         self.each_token(logits, block, |row, token, target| {
             let Some(token) = token else { return };
@@ -117,8 +117,8 @@ impl<'a> Softmax<'a> {
         });
     }
 
-    /// Returns the summed loss, in an order that depends only on the number of tokens; prepares the gradients
-    /// of a scale.
+    /// Returns the summed loss, in an order that depends only on the number of tokens. Prepares the gradients
+    /// for a scale.
     pub(super) fn losses(&mut self, scale: Option<f32>) -> f64 {
         let len = statistics_len(self.vocabulary.count);
         sum_of_rows(self.statistics, self.targets, len, &|statistics, target| {
@@ -135,9 +135,9 @@ impl<'a> Softmax<'a> {
         })[0]
     }
 
-    /// Returns the same over ranks with shards of the vocabulary: on rank 0, and zero on the others. Each rank writes
-    /// to a row of the table for each token: in its column the logarithm of the local sum, in the last one the target's
-    /// logit, if it is local.
+    /// Returns the loss over ranks with shards of the vocabulary on rank 0, and zero on the other ranks. Each rank
+    /// writes to a row of the table for each token. Its own column gets the logarithm of the local sum. The last
+    /// column gets the target's logit, if it is local.
     pub(super) fn losses_over(
         &mut self,
         ranks: &mut HeadRanks<'_, Cpu>,
@@ -176,7 +176,7 @@ impl<'a> Softmax<'a> {
         Ok(if *rank == 0 { loss } else { 0.0 })
     }
 
-    /// Replaces block `number`'s exponentials by the gradients of the logits; after the losses.
+    /// Replaces block `number`'s exponentials by the gradients of the logits. Call `losses` first.
     pub(super) fn differentiate(
         &mut self,
         exponentials: &mut [f32],
@@ -194,7 +194,7 @@ impl<'a> Softmax<'a> {
     }
 }
 
-/// Replaces a token's maxima by the factors that make its exponentials gradients.
+/// Replaces a token's maxima by the factors that turn its exponentials into gradients.
 fn set_factors(maxima: &mut [f32], log_sum: f64, scale: f32) {
     for maximum in maxima {
         *maximum = (f64::from(scale) * (f64::from(*maximum) - log_sum).exp()) as f32;
@@ -235,7 +235,7 @@ fn multiply(row: &mut [f32], factor: f32) {
 }
 
 /// Replaces logits by exponentials relative to the maximum; returns the maximum, and the sum of the
-/// exponentials but for `target`.
+/// exponentials except `target`'s.
 #[inline(always)]
 fn exponentiate(row: &mut [f32], target: Option<usize>) -> (f32, f32) {
     let largest = largest(row);
@@ -253,7 +253,7 @@ fn exponentiate(row: &mut [f32], target: Option<usize>) -> (f32, f32) {
 #[inline(always)]
 fn exponentials(row: &mut [f32], largest: f32) -> f32 {
     let mut total = 0.0;
-    // The sum reads a part while it is in the first-level cache; one loop for both does not
+    // The sum reads a part while the part is in the first-level cache. A single loop for both does not
     // vectorise.
     for part in row.chunks_mut(PART) {
         for logit in part.iter_mut() {

@@ -47,7 +47,7 @@ impl Logits for Cpu {
             all_reduce(&mut *table)?;
             exchanged = Some(&*table);
         }
-        // `<dO, O>` of a head, if it has one.
+        // `<dO, O>` of a head, if it exists.
         let delta_of = |token: usize, head: usize| match (exchanged, delta) {
             (Some(table), _) => {
                 let column = (head + width).checked_sub(heads.count);
@@ -72,7 +72,7 @@ impl Logits for Cpu {
     }
 }
 
-/// Writes the logits of the local heads, and zeros for the others.
+/// Writes the logits of the local heads, and zeros for other heads.
 fn save<T: Element>(router: LogitRouter, logits: &[T], routing: &mut Routing<Cpu>) {
     let heads = routing.heads();
     let width = router.logits(heads.count);
@@ -91,7 +91,7 @@ fn save<T: Element>(router: LogitRouter, logits: &[T], routing: &mut Routing<Cpu
 fn route(router: LogitRouter, routing: &mut Routing<Cpu>) {
     let (tokens, columns, heads) = (routing.tokens(), routing.columns(), routing.heads());
     if router.weighs() {
-        // Attention applies the weights from now on.
+        // From now on attention applies the weights.
         let _ = routing.weights_mut();
     }
     let (logits, leading) = (router.logits(heads.count), router.shared.leading());
@@ -128,8 +128,8 @@ fn route(router: LogitRouter, routing: &mut Routing<Cpu>) {
         });
 }
 
-/// Writes the deltas of the local heads, of selected ones if the table has columns alone, and zeros
-/// for the others. A row has the last `width` heads.
+/// Writes the deltas of local heads that are in the table and computed by the token, and zeros
+/// for other heads. A row has the last `width` heads.
 fn spread(routing: &Routing<Cpu>, delta: &[f32], table: &mut [f64], width: usize) {
     let (heads, columns) = (routing.heads(), routing.columns());
     let (first, leading) = (heads.count - width, routing.shared().leading());
@@ -193,7 +193,7 @@ impl<'a> Row<'a> {
         self.router.shared.contains(head)
     }
 
-    /// Marks shared heads and the `top_k` largest logits of the others; among equals, lower heads
+    /// Marks shared heads and the `top_k` largest logits of the other heads; among equal logits, lower heads
     /// first.
     fn select(&self, selected: &mut [u8]) {
         let leading = self.router.shared.leading();
@@ -229,7 +229,7 @@ impl<'a> Row<'a> {
         Stages { kept, shared: 2.0 * softmax.of(*a), routed: 2.0 * softmax.of(*b) }
     }
 
-    /// Returns the share of a shared head's weight before the stage's.
+    /// Returns a shared head's weight before it is multiplied by the stage's weight.
     fn of_shared(&self, head: usize) -> f64 {
         self.router.shared.len() as f64 * self.shared.of(self.logits[head])
     }
@@ -248,12 +248,12 @@ impl<'a> Row<'a> {
         }
     }
 
-    /// Returns the gradients of the logits, from those of the heads' weights, and of the gates of each column
-    /// by the balance loss.
+    /// Returns the gradients of the logits, from the gradients of the heads' weights, and from the balance loss's
+    /// gradients of each column's gate.
     fn backward(&self, selected: &[u8], delta: &dyn Fn(usize) -> f64, balance: &[f64]) -> Vec<f64> {
         let leading = self.router.shared.leading();
         let routed = || (leading..self.heads).filter(|&head| !self.is_shared(head));
-        // Of the gates: by the balance loss, and straight-through where nothing is weighed.
+        // The gradient of a gate: by the balance loss, and straight-through if the router has no weights.
         let d_gate = |head: usize| {
             let through = !self.router.weighs() && self.is_selected(selected, head);
             balance[head - leading] + if through { delta(head) } else { 0.0 }

@@ -40,7 +40,7 @@ impl Logits for Cuda {
             return Ok(());
         }
         if router.weighs() {
-            // Attention applies the weights from now on.
+            // From now on attention applies the weights.
             let _ = routing.weights_mut();
         }
         let parameters = Parameters { logits: logits.address, ..Parameters::new(router, routing) };

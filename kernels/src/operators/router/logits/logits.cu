@@ -1,5 +1,5 @@
 // Routers by logits: selection, gates, weights and the gradients of the logits. A warp computes a
-// token, each thread its own heads, in f64. The formulas are those of mod.rs.
+// token, each thread some of the heads, in f64. mod.rs has the formulas.
 #include "../routing.cuh"
 
 namespace logits {
@@ -9,21 +9,21 @@ using router::Routing;
 constexpr uint32_t WARPS = THREADS / 32;
 
 struct PARAMETERS Parameters {
-    // Forward: the logits, [tokens, logits]. Backward: their gradients, of `count` tokens from
-    // `first` on.
+    // Forward: the logits, [tokens, logits]. Backward: their gradients, for `count` tokens starting at
+    // `first`.
     void* logits;
-    // Their values, of all ranks' heads; [tokens, logits].
+    // Values of the logits of all ranks' heads; [tokens, logits].
     double* saved;
     // [tokens, local heads], or null.
     float* weights;
     // Backward only: <dO, O>, [tokens, local heads], or null.
     const float* delta;
-    // The same for the last `exchanged` heads of the layer, if ranks share the heads; else null.
+    // <dO, O> for the last `exchanged` heads of the layer, if ranks share the heads; otherwise null.
     double* deltas;
     uint64_t first;
     uint64_t count;
     uint32_t heads;
-    // Logits of a token: those of the heads, and two of the stages, if there are any.
+    // Logits of a token: one per head, and two for the stages, if the router has stages.
     uint32_t width;
     uint32_t top_k;
     uint32_t shared_heads;
@@ -55,7 +55,7 @@ __device__ __forceinline__ double warp_largest(double value) {
     return value;
 }
 
-// Writes the logits of the local heads, and zeros for the others.
+// Writes the logits of the local heads, and zeros for other heads.
 template <class T>
 __device__ void save(const Parameters& p) {
     const T* logits = static_cast<const T*>(p.logits);
@@ -66,7 +66,7 @@ __device__ void save(const Parameters& p) {
 }
 
 // The logits of a token and its softmaxes over routed and over shared heads; all threads of a warp
-// have the same.
+// have the same values.
 struct Row {
     const double* logits;
     double largest_routed, largest_shared, routed, shared;
@@ -97,7 +97,7 @@ struct Row {
         return exp(logits[head] - largest_routed) / routed;
     }
 
-    // The part of a shared head's weight that is not the stage's.
+    // A shared head's weight before it is multiplied by the stage's weight.
     __device__ __forceinline__ double of_shared(const Parameters& p, uint32_t head) const {
         return p.shared_heads * (exp(logits[head] - largest_shared) / shared);
     }
@@ -124,7 +124,7 @@ struct Stages {
         }
     }
 
-    // The part of a selected head's weight that is not the stage's.
+    // A selected head's weight before it is multiplied by the stage's weight.
     __device__ __forceinline__ double of_selected(const Parameters& p, const Row& row,
                                                   uint32_t head) const {
         return p.top_k * row.gate(head) / kept;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void forward(const Parameters& p) {
     }
 }
 
-// Writes the deltas of the local heads, of selected ones if the table has columns alone.
+// Writes the deltas of local heads that are in the table and computed by the token.
 __device__ __forceinline__ void spread(const Parameters& p) {
     const Routing& r = p.routing;
     const uint64_t token = blockIdx.x;
@@ -184,7 +184,7 @@ __device__ __forceinline__ void spread(const Parameters& p) {
     }
 }
 
-// <dO, O> of a head; the table for ranks lacks those that have none.
+// <dO, O> of a head; 0 for heads that the table for ranks lacks.
 __device__ __forceinline__ double delta_of(const Parameters& p, uint64_t token, uint32_t head) {
     const uint32_t first = p.heads - p.exchanged;
     if (p.deltas) {
@@ -206,8 +206,8 @@ __device__ void backward(const Parameters& p) {
     const Row row(p, token);
     const uint8_t* selected = r.selected + token * r.columns;
     const double balance = double(p.balance_weight) / double(r.tokens);
-    // The gradient of a routed head's gate: by the balance loss, and straight-through where nothing
-    // is weighed.
+    // The gradient of a routed head's gate: by the balance loss, and straight-through if the router has
+    // no weights.
     const auto d_gate = [&](uint32_t head) {
         const uint32_t column = head - r.leading;
         const bool through = !weighs && selected[column];

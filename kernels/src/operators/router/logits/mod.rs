@@ -6,24 +6,23 @@
 //! selected = the top-k logits of the routed heads (a tie selects the lower head)
 //! ```
 //!
-//! Such a router leaves the outputs of heads as they are, and its backward pass is straight-through:
-//! the gradient of a selected head's weight, `<dO, O>`, is taken as its gate's. Or it weighs them:
+//! Without weights, such a router does not change the outputs of heads, and its backward pass is straight-through:
+//! the gradient of a selected head's weight, `<dO, O>`, is used as its gate's gradient. With weights, it uses
 //! two-stage routing (arXiv 2410.11842, equations 5 and 6, normalised as in the authors' code) with
 //! S shared heads and two more logits y,
 //!
 //! ```text
 //! r_i = k p_i / (sum of the selected p)       s = S softmax(z) over the shared heads
-//! (a, b) = 2 softmax(y)                       weights = a s_i of shared heads, b r_i of selected ones
+//! (a, b) = 2 softmax(y)                       weights = a s_i of shared heads, b r_i of selected heads
 //! ```
 //!
 //! or r without shared heads, which then has no y. One-stage routing has no y either, and a = b = 1.
 //! With equal logits every weight is 1. The weights are differentiable, so `<dO, O>` is their gradient.
-//! Shared heads have logits, which a router without weights does not read. The balance loss adds to the
+//! Shared heads also have logits, but a router without weights does not read them. The balance loss adds to the
 //! gradient of p.
 //!
-//! Ranks that share a layer's heads sum tables of the logits, to which each adds those of its own heads
-//! (and the first one y): products may be rounded differently on each, and all ranks must select the
-//! same heads.
+//! Ranks that share a layer's heads sum tables of the logits. Each rank adds the logits of its own heads, and
+//! the first rank adds y. All ranks must select the same heads, but each may round products differently.
 
 mod cpu;
 #[cfg(gpu)]
@@ -42,23 +41,24 @@ pub struct LogitRouter {
     pub shared: SharedHeads,
     /// Routed heads that a token selects.
     pub top_k: usize,
-    /// What the outputs of active heads are multiplied by.
+    /// The factors of the outputs of active heads.
     pub weights: HeadWeights,
 }
 
-/// What a router by logits multiplies the outputs of active heads by.
+/// The factors by which a router by logits multiplies the outputs of active heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HeadWeights {
-    /// 1: the gradients of its gates are straight-through.
+    /// 1: the gradients of the gates are straight-through.
     One,
-    /// The weights within the shared heads and within the selected ones, s and r.
+    /// The weights within the shared heads and within the selected heads, s and r.
     OneStage,
-    /// Those times the weights of the two stages, a s and b r.
+    /// Weights of both stages: a s and b r.
     TwoStage,
 }
 
 impl LogitRouter {
-    /// Returns the logits of a token in a layer of `heads` heads: one for each, and those of the two stages.
+    /// Returns the number of logits of a token in a layer of `heads` heads: one for each head, and two for the stages,
+    /// if any.
     pub fn logits(&self, heads: usize) -> usize {
         let has_stages = self.weights == HeadWeights::TwoStage && !self.shared.is_empty();
         heads + if has_stages { 2 } else { 0 }
@@ -72,7 +72,7 @@ impl LogitRouter {
     /// Returns the sizes of the routing of `tokens` tokens in a layer of `heads`: the logits are saved.
     ///
     /// # Errors
-    /// If the router does not fit the heads.
+    /// Fails if the router does not fit the heads.
     pub fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
         self.check("routing", heads.count)?;
         let columns = heads.count - self.shared.leading();
@@ -96,13 +96,13 @@ impl LogitRouter {
 pub struct LogitsForward<'a, M: Memory, T: Element> {
     /// The router.
     pub router: LogitRouter,
-    /// The logits of all heads, then those of the two stages, if there are any; `[N, logits]`.
+    /// The logits of all heads, then the logits of the two stages, if any; `[N, logits]`.
     pub logits: View<'a, M, T>,
     /// Number of tokens, N.
     pub tokens: usize,
     /// Overwritten.
     pub routing: &'a mut Routing<M>,
-    /// The sum over the ranks that share the heads; required if there are several.
+    /// The sum over the ranks that share the heads; required if several ranks share them.
     pub all_reduce: Option<AllReduce<'a, M>>,
 }
 
@@ -110,7 +110,7 @@ pub struct LogitsForward<'a, M: Memory, T: Element> {
 pub struct LogitsBackward<'a, M: Memory, T: Element> {
     /// The router.
     pub router: LogitRouter,
-    /// The tokens whose gradients are asked for, M of N.
+    /// The tokens with requested gradients, M of N.
     pub tokens: Range<usize>,
     /// Overwritten; `[M, logits]`.
     pub d_logits: ViewMut<'a, M, T>,
@@ -124,11 +124,11 @@ pub trait Logits: Routers {
     /// Routes the tokens by their logits.
     fn logits_forward<T: Element>(&self, args: LogitsForward<'_, Self, T>) -> Result<()>;
 
-    /// Returns the gradients of the logits of some tokens.
+    /// Computes the gradients of the logits of some tokens.
     fn logits_backward<T: Element>(&self, args: LogitsBackward<'_, Self, T>) -> Result<()>;
 }
 
-/// Checks a forward pass of `logits` elements and begins its routing.
+/// Checks a forward pass of `logits` elements and starts its routing.
 fn begin<M: Memory>(
     operator: &'static str,
     router: LogitRouter,
@@ -160,7 +160,7 @@ fn check_backward<M: Memory>(
     check_routing(operator, router, routing)
 }
 
-/// Refuses a routing without room for the logits or the weights.
+/// Rejects a routing without room for the logits or the weights.
 fn check_routing<M: Memory>(
     operator: &'static str,
     router: LogitRouter,
@@ -172,7 +172,7 @@ fn check_routing<M: Memory>(
     })
 }
 
-/// Returns the elements of a token in the table that ranks exchange, the last heads of the layer.
+/// Returns the elements of a token in the table that ranks exchange: the last heads of the layer.
 fn exchanged<M: Memory>(router: LogitRouter, routing: &Routing<M>) -> usize {
     if router.weighs() { routing.heads().count } else { routing.columns() }
 }

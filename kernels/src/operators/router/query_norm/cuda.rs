@@ -1,5 +1,5 @@
-//! The routers by norms of queries on a GPU (query_norm.cu). With a rotation, whose parameters have an
-//! address, the pass over the queries also applies RoPE.
+//! The routers by norms of queries on a GPU (query_norm.cu). With a rotation (if its parameters have an
+//! address), the pass over the queries also applies RoPE.
 
 use bytemuck::Zeroable;
 
@@ -32,13 +32,13 @@ impl Parameters {
         }
     }
 
-    /// Shared memory of a block: an f64 per token and column.
+    /// Returns the bytes of shared memory of a block: an f64 per token and column.
     fn shared_bytes(routing: &Routing<Cuda>) -> usize {
         TOKENS * routing.columns() * size_of::<f64>()
     }
 }
 
-/// Returns the first words of the names of a router's kernels.
+/// Returns the prefix of the names of a router's kernels.
 fn kernels(router: QueryNormRouter) -> &'static str {
     match router.selects {
         Selects::Heads => "query_norm",

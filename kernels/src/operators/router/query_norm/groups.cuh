@@ -1,5 +1,5 @@
-// The group router's selection, gates and gradients: whole key/value groups of the largest sums of
-// squares. A shared group is one whose squares are SHARED.
+// The group router's selection, gates and gradients: whole key/value groups with the largest sums of
+// squares. A shared group has squares that are SHARED.
 #pragma once
 
 #include "norms.cuh"
@@ -8,7 +8,7 @@ namespace query_norm {
 
 struct Groups {
     // Routes the token by a warp. `values` are the squares of its columns. All heads of a group get
-    // its sum, so that heads in the order of their values are groups in the order of theirs.
+    // its sum, so that sorting heads by their values also sorts the groups.
     static __device__ __forceinline__ void route(const Parameters& p, uint64_t token,
                                                  double* values) {
         const Routing& r = p.routing;

@@ -1,4 +1,4 @@
-// The query-norm router's selection, gates and gradients: routed heads of the largest norms.
+// The query-norm router's selection, gates and gradients: routed heads with the largest norms.
 #pragma once
 
 #include "norms.cuh"
@@ -7,7 +7,7 @@ namespace query_norm {
 
 struct Heads {
     // Routes the token by a warp: norms, selection, gates. `values` are the squares of its columns;
-    // each thread replaces its own by what it needs next.
+    // each thread replaces its own values by the inputs of the next step.
     static __device__ __forceinline__ void route(const Parameters& p, uint64_t token,
                                                  double* values) {
         const Routing& r = p.routing;
@@ -42,7 +42,7 @@ struct Heads {
             squares += deviation * deviation;
         }
         squares = warp_sum(squares);
-        // The mean of equal norms may differ from them by a rounding.
+        // Rounding may make the mean of equal norms differ from them.
         const double inv_std = smallest >= largest ? 0.0 : 1.0 / sqrt(squares / (r.routed - 1.0));
         double exponentials = 0.0;
         for (uint32_t head = lane; head < r.columns; head += 32) {
@@ -58,9 +58,9 @@ struct Heads {
         }
     }
 
-    // Writes the gradient of each of the token's norms, divided by the norm, to `factors`: the factor
-    // of a query in its own gradient, 0 for a shared head. The formulas are those of `pool_to_norms`
-    // in cpu/scores.rs. One warp computes them, each thread those of its own heads.
+    // Writes the gradient of each of the token's norms, divided by the norm, to `factors`. This is the factor
+    // of a query in its own gradient, 0 for a shared head. `heads_to_norms` in cpu/scores.rs has the
+    // formulas. One warp computes them, each thread for some of the heads.
     static __device__ __forceinline__ void norm_factors(const Parameters& p, uint64_t token,
                                                         double* factors) {
         const Routing& r = p.routing;

@@ -1,12 +1,12 @@
 //! Routers that score heads by the norms of their queries before RoPE, without a parameter. The
-//! query-norm router is that of MoH (arXiv 2410.11842, section 3.3 and appendix):
+//! query-norm router is the router of MoH (arXiv 2410.11842, section 3.3 and appendix):
 //!
 //! ```text
 //! n_i = ||q_i||           gate = softmax(n / std(n))     std unbiased, over the routed heads
 //! selected = the top-k norms (sums of squares in f64; a tie selects the lower head)
 //! ```
 //!
-//! Another selects whole key/value groups ([`Selects`]):
+//! Another router selects whole key/value groups ([`Selects`]):
 //!
 //! ```text
 //! n_i = sqrt(mean over the heads j of i's group of ||q_j||^2)     gate = softmax(n)
@@ -14,20 +14,20 @@
 //! ```
 //!
 //! With both routers the gates of a token sum to 1. The norms of groups are not divided by a standard
-//! deviation, which would make the gates of two groups constants.
+//! deviation: the division would make the gates of two groups constants.
 //!
-//! Backward, straight-through: the gradient of a selected head's weight, `<dO, O>`, is taken as
-//! its gate's; heads that were not selected get none, since their outputs are not computed
-//! (equation 10 of the paper would give them one). The balance loss adds `f_i / N` to every gate.
-//! A token whose norms are all equal has uniform gates and passes no gradient, and neither does a
-//! query of norm 0.
+//! Backward, straight-through: the gradient of a selected head's weight, `<dO, O>`, is used as
+//! its gate's gradient. Heads that were not selected have no gradient, since their outputs are not computed
+//! (equation 10 of the paper would give them a gradient). The balance loss adds `f_i / N` to every gate's gradient.
+//! If all norms of a token are equal, its gates are uniform and pass no gradient. A query of
+//! norm 0 also passes no gradient.
 //!
 //! Ranks that share a layer's heads all-reduce the squared norms before the selection, which is
-//! therefore the same on every rank, and the gradients of the weights before the gradients of the
-//! norms.
+//! therefore the same on every rank. They also all-reduce the gradients of the weights before the gradients of the
+//! norms are computed.
 //!
-//! Shared heads have no norm, whatever their place: -1 stands in for their squares and norms, which
-//! are skipped. A rank writes it for its own heads, so the sum over the ranks keeps it.
+//! Shared heads have no norm, whatever their place: their squares and norms are -1, and are skipped.
+//! Each rank writes -1 for its own heads, so the sum over the ranks keeps this value.
 //!
 //! RoPE preserves norms, so a GPU routes and rotates in one pass over the queries
 //! ([`QueryNormForward::rope`]) if no other operator is between the two, as in a Llama.
@@ -48,16 +48,16 @@ pub struct QueryNormRouter {
     pub shared: SharedHeads,
     /// Routed heads that a token selects.
     pub top_k: usize,
-    /// Which of them it may select together.
+    /// Which routed heads a token may select together.
     pub selects: Selects,
 }
 
 /// Which routed heads a token may select together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Selects {
-    /// Any (the query-norm router).
+    /// Any heads (the query-norm router).
     Heads,
-    /// Those of whole key/value groups. The shared heads are whole groups too.
+    /// Only whole key/value groups. The shared heads are whole groups too.
     Groups,
 }
 
@@ -65,17 +65,17 @@ impl QueryNormRouter {
     /// Returns the sizes of the routing of `tokens` tokens in a layer of `heads`: norms and 1 / std are saved.
     ///
     /// # Errors
-    /// If the router does not fit the heads.
+    /// Fails if the router does not fit the heads.
     pub fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
         self.check("routing", heads)?;
         let columns = heads.count - self.shared.leading();
-        // And 1 / std.
+        // The norms, and 1 / std.
         let saved_per_token = columns + 1;
         let (weighted, logits) = (false, 0);
         Ok(RoutingShape { tokens, heads, columns, saved_per_token, weighted, logits })
     }
 
-    /// Refuses heads that do not fit a layer's query heads.
+    /// Rejects heads that do not fit a layer's query heads.
     fn check(&self, operator: &'static str, heads: Heads) -> Result<()> {
         let &QueryNormRouter { shared, top_k, selects } = self;
         shared.check(operator, heads.count)?;
@@ -105,14 +105,14 @@ pub struct QueryNormForward<'a, M: Memory, T: Element> {
     pub router: QueryNormRouter,
     /// Shape of `qkv`, of local heads.
     pub shape: &'a QkvShape,
-    /// Queries before RoPE, keys and values; `[B*T, (H + 2G) D]`. Changed by the rotation alone.
+    /// Queries before RoPE, keys and values; `[B*T, (H + 2G) D]`. Changed only by the rotation.
     pub qkv: ViewMut<'a, M, T>,
-    /// The rotation of `qkv` that follows, if it does.
+    /// The rotation of `qkv` that follows; `None` without a rotation.
     pub rope: Option<RopeTable<'a, M>>,
     /// Overwritten.
     pub routing: &'a mut Routing<M>,
-    /// The sum over the ranks that share the heads; required if there are several. It is called the
-    /// same number of times on each of them.
+    /// The sum over the ranks that share the heads; required if several ranks share them. Each rank calls it the
+    /// same number of times.
     pub all_reduce: Option<AllReduce<'a, M>>,
 }
 
@@ -122,12 +122,12 @@ pub struct QueryNormBackward<'a, M: Memory, T: Element> {
     pub router: QueryNormRouter,
     /// Shape of `qkv`.
     pub shape: &'a QkvShape,
-    /// Queries, keys and values, either both these and `d_qkv` before RoPE or both after it;
-    /// `[B*T, (H + 2G) D]`.
+    /// Queries, keys and values; `[B*T, (H + 2G) D]`. `qkv` and `d_qkv` are either both before RoPE or both
+    /// after RoPE.
     pub qkv: View<'a, M, T>,
     /// Added to; `[B*T, (H + 2G) D]`.
     pub d_qkv: ViewMut<'a, M, T>,
-    /// The rotation of the forward pass, if `d_qkv` is after it and is to be rotated back.
+    /// The rotation of the forward pass, if `d_qkv` is after the rotation and must be rotated back.
     pub rope: Option<RopeTable<'a, M>>,
     /// The router's other inputs.
     pub gradient: RouterGradient<'a, M>,
@@ -139,11 +139,11 @@ pub trait QueryNorm: Routers + Rope {
     fn query_norm_forward<T: Element>(&self, args: QueryNormForward<'_, Self, T>) -> Result<()>;
 
     /// Adds the router's gradient to the gradient of the queries, and replaces the gradients of rotated
-    /// queries and keys by those of unrotated ones.
+    /// queries and keys by the gradients before the rotation.
     fn query_norm_backward<T: Element>(&self, args: QueryNormBackward<'_, Self, T>) -> Result<()>;
 }
 
-/// Checks a forward pass over `qkv` elements and begins its routing; returns the number of columns.
+/// Checks a forward pass over `qkv` elements and starts its routing; returns the number of columns.
 fn begin<M: Memory>(
     operator: &'static str,
     router: QueryNormRouter,
@@ -183,7 +183,7 @@ fn check_shape(
     check_len(operator, what, len, shape.tokens() * shape.row())
 }
 
-/// Refuses a routing of other heads or groups, or without room for norms and 1 / std.
+/// Rejects a routing of other heads or groups, or without room for norms and 1 / std.
 fn check_routing<M: Memory>(
     operator: &'static str,
     router: QueryNormRouter,

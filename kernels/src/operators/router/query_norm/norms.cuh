@@ -13,36 +13,36 @@ using router::Routing;
 // Tokens of a block, as in router/query_norm/cuda.rs.
 constexpr uint32_t TOKENS = 2;
 constexpr uint32_t WARPS = THREADS / 32;
-// The square and the norm of a shared head; those of others are not negative.
+// The square and the norm of a shared head. Squares and norms of other heads are not negative.
 constexpr double SHARED = -1.0;
 
 struct PARAMETERS Parameters {
-    // Forward: rotated in place if there is a rotation. Backward: the output of forward.
+    // Forward: rotated in place if the pass rotates. Backward: the output of forward.
     void* qkv;
-    // Backward only: added to, then rotated back in place if there is a rotation.
+    // Backward only: added to, then rotated back in place if the pass rotates.
     void* d_qkv;
     // Backward only: <dO, O>, [tokens, heads], or null.
     const float* delta;
-    // The same for all heads with a column, [tokens, columns], if ranks share the heads; null
+    // <dO, O> for all heads with a column, [tokens, columns], if ranks share the heads; null
     // otherwise.
     double* deltas;
     // Norms of the queries, [tokens, columns]; their squares until the ranks have summed them; SHARED
     // for shared heads.
     double* norms;
-    // 1 / std of a token's norms, 0 if they are all equal; [tokens], or [tokens, groups] if each
-    // group has its own. Unused if whole groups are selected.
+    // 1 / std of a token's norms, 0 if they are all equal; [tokens]. Unused if whole groups are
+    // selected.
     double* inv_std;
     uint32_t heads;
     uint32_t kv_heads;
     uint32_t head_dim;
-    // Heads that a token selects, of each group if a number of each group is selected.
+    // Routed heads that a token selects.
     uint32_t top_k;
     float balance_weight;
     uint32_t padding;
     router::Routing routing;
     // Bit i % 64 of word i / 64 is 1 if the head of column i is shared.
     uint64_t shared[4];
-    // The rotation of qkv or d_qkv; its `qkv` is null if there is none.
+    // The rotation of qkv or d_qkv; its `qkv` is null if the pass does not rotate.
     rope::Parameters rope;
 
     __device__ __forceinline__ bool is_shared(uint32_t column) const {
@@ -64,20 +64,20 @@ struct Tokens {
     __device__ __forceinline__ explicit Tokens(const Parameters& p) {
         first = uint64_t(blockIdx.x) * TOKENS;
         count = p.routing.tokens - first < TOKENS ? p.routing.tokens - first : TOKENS;
-        // The grid's limit keeps tokens below 2^32.
+        // The grid's limit keeps the number of tokens below 2^32.
         position = p.rope.qkv ? uint32_t(first) % uint32_t(p.rope.length) : 0;
     }
 };
 
-// Teams of the threads of some warps: a team works on one head at a time, a pack of the low half and
-// one of the high half in each thread.
+// Teams of the threads of some warps: a team works on one head at a time. Each thread has a pack of the low half
+// and a pack of the high half.
 struct Teams {
-    // Threads of a team, a power of two; this thread's number in it.
+    // Threads of a team, a power of two; this thread's number in the team.
     uint32_t size, thread;
-    // Teams of all warps; the number of the warp's first team, and of this one from there.
+    // Teams of all warps; the number of the warp's first team; this team's number in the warp.
     uint32_t count, first, in_warp;
 
-    // Warps from `first_warp` on.
+    // The teams of the warps from `first_warp` on.
     __device__ __forceinline__ Teams(uint32_t packs_of_half, uint32_t first_warp) {
         size = 32;
         while (size > packs_of_half) {
@@ -89,7 +89,7 @@ struct Teams {
         in_warp = threadIdx.x % 32 / size;
     }
 
-    // The sum of `value` over the team's threads, in a fixed order. All threads of the warp call it.
+    // The sum of `value` over the team's threads, in a fixed order. All threads of the warp call this method.
     __device__ __forceinline__ double sum(double value) const {
         for (uint32_t bits = 1; bits < size; bits *= 2) {
             value += __shfl_xor_sync(ALL_LANES, value, bits);
@@ -98,22 +98,22 @@ struct Teams {
     }
 };
 
-// One of the block's heads, and where its packs of N elements are.
+// One of the block's heads, and the positions of its packs of N elements.
 template <int N>
 struct Head {
-    // Number of the token in the block, and of the head among those of a token.
+    // Number of the token in the block, and of the head in the token.
     uint32_t token, number;
     uint32_t packs_of_half;
     // Index of the head's first element, and of the first angle's pack.
     uint64_t start, angles;
 
-    // Of `heads` heads of each token, the one at `index`; from `skips` on they are `skipped` further.
+    // The head at `index` among `heads` heads of each token; from `skips` on, head numbers are `skipped` larger.
     __device__ __forceinline__ Head(const Parameters& p, const Tokens& tokens, uint32_t index,
                                     uint32_t heads, uint32_t skips, uint32_t skipped) {
         token = 0;
         number = index;
         uint32_t position = tokens.position;
-        // Without divisions, which would take as long as the rotation.
+        // Without divisions, which would need as much time as the rotation.
 #pragma unroll
         for (uint32_t other = 1; other < TOKENS; other++) {
             if (number >= heads) {
@@ -129,7 +129,7 @@ struct Head {
     }
 };
 
-// The angles of N pairs, if there is a rotation.
+// The angles of N pairs, if the pass rotates.
 template <int N>
 struct Angles {
     Pack<float, N> cos, sin;
@@ -142,7 +142,7 @@ struct Angles {
     }
 };
 
-// Rotates N pairs; back if DIRECTION is -1.
+// Rotates N pairs; rotates back if DIRECTION is -1.
 template <int DIRECTION, class T, int N>
 __device__ __forceinline__ void rotate(const Angles<N>& by, Pack<T, N>& low, Pack<T, N>& high) {
 #pragma unroll
@@ -154,7 +154,7 @@ __device__ __forceinline__ void rotate(const Angles<N>& by, Pack<T, N>& low, Pac
     }
 }
 
-// Rotates the heads of `elements` but the queries from `first_column` on, by the warps from
+// Rotates the heads of `elements` except the queries from `first_column` on, by the warps from
 // `first_warp` on.
 template <int DIRECTION, class T, int N>
 __device__ void rotate_others(const Parameters& p, const Tokens& tokens, T* elements,
@@ -175,7 +175,7 @@ __device__ void rotate_others(const Parameters& p, const Tokens& tokens, T* elem
 }
 
 // Writes the squared norms of the local queries that have a column, and rotates the queries if
-// `rotates`. The products are exact in f64; sums of those of bf16 elements are exact too unless the
+// `rotates`. Products are exact in f64. Sums of bf16 products are also exact unless the
 // elements differ much, so that equal norms have equal squares.
 template <class T, int N>
 __device__ void measure(const Parameters& p, const Tokens& tokens, double* squares, bool rotates) {
@@ -215,14 +215,14 @@ __device__ void measure(const Parameters& p, const Tokens& tokens, double* squar
     }
 }
 
-// Whether the halves of heads and the angles, if there are any, can be read 16 bytes at a time.
+// Whether the halves of heads, and the angles if the pass rotates, can be read 16 bytes at a time.
 template <class T>
 __device__ __forceinline__ bool reads_wide(const Parameters& p) {
     return wide<T>(p.head_dim / 2, p.qkv) && aligned(p.d_qkv) && aligned(p.rope.cos) &&
            aligned(p.rope.sin);
 }
 
-// Like `measure`, for ranks, which sum their tables before heads are selected.
+// Like `measure`, for ranks that sum their tables before heads are selected.
 template <class T>
 __device__ void squares(const Parameters& p) {
     const Tokens tokens(p);
@@ -234,7 +234,7 @@ __device__ void squares(const Parameters& p) {
     }
 }
 
-// Reads the squares that the ranks have summed into `values`; a warp calls it, here and below.
+// Reads the squares that the ranks have summed into `values`. A warp calls this function and the functions below.
 __device__ __forceinline__ void load_summed(const Parameters& p, uint64_t token, double* values) {
     const Routing& r = p.routing;
     if (r.ranks > 1) {
@@ -245,8 +245,8 @@ __device__ __forceinline__ void load_summed(const Parameters& p, uint64_t token,
     }
 }
 
-// Whether the head of a column is selected by its square: shared heads and the largest of the others; among equals, lower
-// heads first.
+// Whether the square of a column selects its head: shared heads and the largest squares of the other heads; among
+// equal squares, lower heads first.
 __device__ __forceinline__ bool is_selected(const Parameters& p, const double* squares,
                                             uint32_t head) {
     const double square = squares[head];
@@ -259,7 +259,7 @@ __device__ __forceinline__ bool is_selected(const Parameters& p, const double* s
     return square < 0.0 || ahead < p.top_k;
 }
 
-// The gradient of the gate of a column that is not of a shared head.
+// The gradient of the gate of a routed head's column.
 __device__ __forceinline__ double gate_gradient(const Parameters& p, uint64_t token, uint32_t i) {
     const Routing& r = p.routing;
     const uint64_t table = token * r.columns;

@@ -1,9 +1,9 @@
 // Routers by norms of queries, with a block for two tokens. With a rotation, one pass over the queries
-// also applies RoPE. What differs between the routers is a type's: how a warp routes a token and
+// also applies RoPE. A type for each router defines how a warp routes a token and
 // computes the gradients of its norms.
 //
-// One warp routes a token, which takes about as long as a read of memory; meanwhile the other warps
-// rotate the heads that it does not concern.
+// One warp routes a token, which takes about as long as a read of memory. Meanwhile the other warps
+// rotate the heads that routing does not need.
 #include "groups.cuh"
 #include "heads.cuh"
 
@@ -38,8 +38,8 @@ __device__ void forward(const Parameters& p) {
     }
 }
 
-// Adds each query that has a column times its factor to its gradient, then rotates the gradient back
-// if there is a rotation. It preserves norms, so the factor is the same for the rotated and the
+// Adds each query that has a column, times its factor, to its gradient, and rotates the gradient back
+// if the pass rotates. A rotation preserves norms, so the factor is the same for the rotated and the
 // unrotated query.
 template <class T, int N>
 __device__ void add_queries(const Parameters& p, const Tokens& tokens, const double* factors) {

@@ -15,12 +15,12 @@ use moh_model::{HeadCounts, ModelConfig, MohConfig, RouterKind};
 /// Tokens of a window.
 pub const LENGTH: usize = 24;
 
-/// Returns a model with 8 heads, of which all sets are compared.
+/// Returns a model with 8 heads: all sets of its heads are compared.
 pub fn config(model_type: &str) -> ModelConfig {
     config_with(model_type, 8, 6)
 }
 
-/// Returns a model with 16 heads, of which most sets are not compared, in 4 groups.
+/// Returns a model with 16 heads, in 4 groups: most sets of its heads are not compared.
 pub fn with_more_heads() -> ModelConfig {
     config_with("llama", 16, 4)
 }
@@ -56,7 +56,7 @@ pub fn tokens(config: &ModelConfig) -> CalibrationTokens {
     CalibrationTokens::new(ids, LENGTH, 40 * LENGTH, config).unwrap()
 }
 
-/// Layers in memory.
+/// Stores layers in memory.
 #[derive(Default)]
 pub struct Layers(pub Vec<FoundLayer>);
 

@@ -1,7 +1,7 @@
-//! Whose a directory is.
+//! Ownership of a directory.
 //!
-//! A run takes a directory that is absent or empty, or that a run has marked: [`MARK`] is written before all other
-//! files, and no file is written into a directory without it. In a marked directory the names in `run_directory.rs`
+//! A run may use a directory that is absent, empty or marked by a run. [`MARK`] is written before all other
+//! files, and no file is written into a directory without it. In a marked directory, the names in `layout.rs`
 //! are the run's.
 
 use std::fs;
@@ -16,16 +16,16 @@ use crate::listing::names;
 use crate::run_directory::run_lock::LOCK;
 use crate::{Error, Result};
 
-/// The file that makes a directory a run's: it has the run's recipe.
+/// The file that marks a directory as a run's. It contains the run's recipe.
 pub(super) const MARK: &str = ".moh-run";
 
-/// What the root of a file system has of its own.
+/// The directory that a file system creates in its root.
 const OF_FILE_SYSTEM: &str = "lost+found";
 
-/// Maximum number of files of others that a message names.
+/// Maximum number of other files' names in a message.
 const MAX_NAMED: usize = 3;
 
-/// Returns the names for a message: the first ones, and how many more there are.
+/// Joins names for a message: the first names, and the number of further names.
 pub fn join_names(names: &[String]) -> String {
     let shown = names[..names.len().min(MAX_NAMED)].join(", ");
     match names.len().checked_sub(MAX_NAMED) {
@@ -35,12 +35,12 @@ pub fn join_names(names: &[String]) -> String {
 }
 
 impl RunDirectory {
-    /// Returns the run's mark, which has its recipe.
+    /// Returns the path of the run's mark, which has its recipe.
     pub(super) fn mark_path(&self) -> PathBuf {
         self.root.join(MARK)
     }
 
-    /// Returns the run whose `recipe.toml` is at `path`, itself or through links; `None` for any other file.
+    /// Returns the run with its `recipe.toml` at `path`, directly or through links, or `None` for any other file.
     pub fn of_recipe(path: &Path) -> Result<Option<Self>> {
         let mut path = path.to_owned();
         loop {
@@ -49,15 +49,15 @@ impl RunDirectory {
             if is_its_name && run.is_run()? {
                 return Ok(Some(run));
             }
-            // A file that is there ends a chain of links.
+            // An existing file ends a chain of links.
             let target = path.read_link().ok().filter(|_| path.is_file());
             let Some(target) = target else { return Ok(None) };
             path = path.parent().unwrap_or(Path::new("")).join(target);
         }
     }
 
-    /// Fails if the directory was moved or removed since the run has marked it. A file system that does not answer says
-    /// nothing.
+    /// Fails if the directory was moved or removed since the run marked it. Ignores a file system that does not
+    /// answer.
     pub fn check_mark(&self) -> Result<()> {
         let path = self.mark_path();
         match fs::metadata(&path) {
@@ -68,8 +68,8 @@ impl RunDirectory {
         }
     }
 
-    /// Loads the recipe at `path` with `key=value` overrides. That of a run may have a key that only earlier versions
-    /// had.
+    /// Loads the recipe at `path` with `key=value` overrides. A run's own recipe may have a key that only earlier
+    /// versions had.
     pub fn load_recipe(path: &Path, overrides: &[String]) -> Result<Recipe> {
         Ok(match Self::of_recipe(path)? {
             Some(_) => Recipe::load_stored(path, overrides)?,
@@ -77,13 +77,13 @@ impl RunDirectory {
         })
     }
 
-    /// Returns whether the directory is a run's: marked, or with the recipe and checkpoints of a version without marks.
+    /// Returns whether the directory is a run's: it has a mark, or a recipe and checkpoints of a version without marks.
     pub fn is_run(&self) -> Result<bool> {
         let has_checkpoints = || Ok::<_, Error>(self.marker().is_file() || self.has_names()?);
         Ok(self.mark_path().is_file() || (self.recipe().is_file() && has_checkpoints()?))
     }
 
-    /// Fails if a run must not take the directory: it is neither absent nor empty nor a run's.
+    /// Fails if a run must not use the directory: it exists, is not empty and is not a run's.
     pub fn check(&self) -> Result<()> {
         if self.root.symlink_metadata().is_ok() && !self.root.is_dir() {
             let what = match self.root.read_link() {
@@ -112,7 +112,7 @@ impl RunDirectory {
         Err(moh_files::unusable(&self.root, reason).into())
     }
 
-    /// Returns the names in the directory, but for those that a process leaves before it has marked its directory.
+    /// Returns the names in the directory, except names that exist before a process has marked the directory.
     pub fn occupants(&self) -> Result<Vec<String>> {
         let mut found = names(&self.root)?;
         let unfinished = format!("{TEMPORARY}{MARK}");
@@ -121,7 +121,7 @@ impl RunDirectory {
         Ok(found)
     }
 
-    /// Returns a free name beside the directory, or in it where it has no name of its own, as `.` has none.
+    /// Returns a free name next to the directory, or in it if the directory has no name of its own, such as `.`.
     pub fn free_sibling(&self) -> PathBuf {
         let name = self.root.file_name();
         let Some(name) = name.map(|name| name.to_string_lossy()) else {
@@ -131,8 +131,8 @@ impl RunDirectory {
         first_free(|n| parent.join(format!("{name}-{}", n.saturating_add(1))))
     }
 
-    /// Fails if a new run in this directory would have a file that it reads under its own ones, or would lie in the
-    /// directory of a model that it reads. Each input has its key in the recipe; `is_model` are directories.
+    /// Fails if this directory contains a file that the new run reads, or lies in the directory of a model that the run
+    /// reads. Each input has its key in the recipe, its path, and whether it is a model's directory.
     pub fn check_inputs<'a>(
         &self,
         inputs: impl Iterator<Item = (String, &'a Path, bool)>,
@@ -162,7 +162,7 @@ impl RunDirectory {
         Ok(found.into_iter().map(|name| self.root.join(name)).collect())
     }
 
-    /// Marks the directory as that of a run of `recipe`, unless it is a run's. The caller has locked it.
+    /// Marks the directory as a run's, with `recipe`, unless it is already marked. The caller has locked it.
     pub fn claim(&self, recipe: &Recipe) -> Result<()> {
         self.check()?;
         match self.is_run()? {
@@ -171,12 +171,12 @@ impl RunDirectory {
         }
     }
 
-    /// Renames the directory of an earlier run to `NAME.before-1`, or the next free number, where that run can go on,
-    /// and creates an empty one in its place; returns the new path, or `None` without an earlier run. The caller has
+    /// Renames the directory of an earlier run to `NAME.before-1`, or the next free number, where that run can resume.
+    /// Creates an empty directory in its place. Returns the new path, or `None` without an earlier run. The caller has
     /// locked the directory.
     ///
     /// # Errors
-    /// Fails if the directory cannot be renamed or created, or if this process works in it.
+    /// Fails if the directory cannot be renamed or created, or if it is this process's working directory.
     pub fn set_aside(&self) -> Result<Option<PathBuf>> {
         if !self.is_run()? {
             return Ok(None);
@@ -197,7 +197,7 @@ impl RunDirectory {
         Ok(Some(aside))
     }
 
-    /// Removes the leftovers of earlier processes, and gives an export that one of them was replacing its name back.
+    /// Removes the leftovers of earlier processes, and restores the name of an export that a process was replacing.
     /// The caller has locked the directory.
     pub fn clear_remains(&self) -> Result<()> {
         for place in [self.export(), self.model()] {
@@ -207,7 +207,7 @@ impl RunDirectory {
     }
 }
 
-/// Returns the path without links, whose end need not exist.
+/// Returns the absolute path without links. Its last components need not exist.
 fn absolute(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let mut missing = Vec::new();

@@ -1,14 +1,14 @@
-//! The recipe of a run, and what a resumed run may change of it.
+//! The recipe of a run, and the changes to it that a resumed run may make.
 //!
-//! A resumed run must equal an uninterrupted one if its device is deterministic, so a directory with checkpoints
-//! accepts only its own recipe. What touches no weight may change, except by the order of sums: `run.dir`, `run.threads`, `log.*`,
-//! `checkpoint.*`, `memory.recompute`, `stage.NAME.parallel.*`, the validation sets, and what only checks or plans the
-//! model. `stage.NAME.tokens` may grow, and stages may be appended (`growth.rs`). The paths of token files and of the
-//! model may change too: their content is compared with `inputs.json` (`run_inputs/`). `guard.patience` may change, so
-//! that a run that has ended by it can go on.
+//! A resumed run must equal an uninterrupted run if its device is deterministic, so a directory with checkpoints
+//! accepts only its own recipe. Keys that affect no weight, except by the order of sums, may change: `run.dir`,
+//! `run.threads`, `log.*`, `checkpoint.*`, `memory.recompute`, `stage.NAME.parallel.*`, the validation sets, and keys
+//! that only check or plan the model. `stage.NAME.tokens` may grow, and stages may be appended (`growth.rs`). The paths
+//! of token files and of the model may also change: their content is compared with `inputs.json` (`run_inputs/`).
+//! `guard.patience` may change, so that a run that it has ended can continue.
 //!
-//! The run's mark has its recipe, and `recipe.toml` is a copy for its users, which they may edit: an edited one is
-//! compared with the mark as any other recipe is, and never lost.
+//! The run's mark has its recipe. `recipe.toml` is a copy for users, who may edit it: an edited copy is compared
+//! with the mark as any other recipe is, and never lost.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -23,7 +23,7 @@ use super::RunDirectory;
 use crate::{Error, Result};
 use moh_files::unless_missing;
 
-/// Recipes of the run that a user has edited begin so.
+/// Prefix of the names of `recipe.toml` files that a user has edited.
 const EDITED: &str = "recipe-edited";
 /// Maximum bytes of a recipe that a run keeps.
 const MAX_BYTES: u64 = 4 << 20;
@@ -39,11 +39,11 @@ const MAY_CHANGE: [&str; 8] = [
     "guard.patience",
 ];
 
-/// Begins a mark; the version of its format ends the line.
+/// The start of a mark. The version of its format ends the line.
 const HEAD: &str = "# The mark of a moh-train run directory, with the run's recipe. Format ";
 const FORMAT: &str = "1";
 
-/// A key whose value differs between two recipes; `None` where a recipe lacks it.
+/// A key that has another value in another recipe. A value is `None` where the recipe lacks the key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyChange {
     /// The full key, stages by name.
@@ -67,12 +67,12 @@ impl RunDirectory {
     pub fn stored_recipe(&self) -> Result<Recipe> {
         Ok(match self.marked_recipe()? {
             Some(text) => Recipe::parse_stored(&text, &self.mark_path(), &[])?,
-            // Versions without marks kept it there alone.
+            // Versions without marks kept the recipe only in `recipe.toml`.
             None => Recipe::load_stored(&self.recipe(), &[])?,
         })
     }
 
-    /// Returns the text of the recipe in the mark; `None` without a mark.
+    /// Returns the text of the recipe in the mark, or `None` without a mark.
     fn marked_recipe(&self) -> Result<Option<String>> {
         let path = self.mark_path();
         let bytes = moh_files::read_bounded_if_any(&path, MAX_BYTES, "the mark of a run")?;
@@ -101,16 +101,16 @@ impl RunDirectory {
         Ok(moh_files::write(&path, text.as_bytes()).map_err(moh_files::io(&path))?)
     }
 
-    /// Compares the recipe with the stored one if the run has completed a checkpoint or finished: it is
-    /// resumed, and only some keys may change. Those of inputs may if the run records the content of its
-    /// inputs, which the caller compares. Returns whether a stage has become longer or was appended.
-    /// `command` is what started the program, for the message.
+    /// Compares the recipe with the stored recipe if the run has completed a checkpoint or finished: the run is
+    /// then resumed, and only some keys may change. The keys of inputs may change if the run records the content of
+    /// its inputs, which the caller compares. Returns whether a stage has become longer or was appended. `command`
+    /// is the command that started the program, for the message.
     pub fn check_recipe(&self, recipe: &Recipe, command: &str) -> Result<bool> {
         if !self.has_completed_work()? {
             return Ok(false);
         }
         let stored = self.stored_recipe()?;
-        // Files that several stages read are read on, so another path must not make two of one, nor one of two.
+        // Stages that share a file continue in it. So another path must not split a shared file or join two files.
         let (before, mut now) = (stored.file_numbers(), recipe.file_numbers());
         now.truncate(before.len());
         let may_move = self.inputs().is_file() && before == now;
@@ -134,8 +134,8 @@ impl RunDirectory {
         }
     }
 
-    /// Returns the error of a recipe that differs from the run's; `another` is the command of another run that starts
-    /// from this one's newest checkpoint.
+    /// Returns the error of a recipe that differs from the run's. `another` is the command of another run that starts
+    /// from this run's newest checkpoint.
     pub fn recipe_changed(&self, changes: &[KeyChange], another: Option<String>) -> Error {
         let changes: Vec<String> = changes.iter().map(KeyChange::to_string).collect();
         let another = another.map_or("another run.dir".to_owned(), |command| {
@@ -149,11 +149,11 @@ impl RunDirectory {
         moh_files::unusable(&self.recipe(), reason).into()
     }
 
-    /// Returns the command of another run that starts from this one's newest checkpoint; `None` if there is none.
+    /// Returns the command of another run that starts from this run's newest checkpoint, or `None` without checkpoints.
     fn another_run(&self, recipe: &Recipe, command: &str) -> Result<Option<String>> {
         let Some(step) = self.checkpoint_steps()?.pop() else { return Ok(None) };
         let from = format!("{}@{step}", self.root.display());
-        // Other keys of the model are about one that is not a run.
+        // Other keys of the model apply to a model that is not a run.
         let keys = leaves(recipe)?;
         let is_alone = keys.keys().filter(|key| is_below(key, "model")).eq(["model.from"]);
         let model = match is_alone {
@@ -165,8 +165,8 @@ impl RunDirectory {
         Ok(Some(format!("{command}{}", sets.concat())))
     }
 
-    /// Writes the resolved recipe into the directory, which the caller has locked and claimed. Returns where a
-    /// `recipe.toml` is that a user has edited.
+    /// Writes the resolved recipe into the directory, which the caller has locked and claimed. Returns the new path
+    /// of a `recipe.toml` that a user has edited.
     pub fn write_recipe(&self, recipe: &Recipe) -> Result<Option<PathBuf>> {
         let (path, text) = (self.recipe(), recipe.to_toml()?);
         let found = unless_missing(&path, moh_files::read(&path))?;
@@ -196,7 +196,7 @@ fn longer_stages(before: &Recipe, now: &Recipe) -> Vec<String> {
     longer.map(|stage| format!("stage.{}.tokens", stage.name)).collect()
 }
 
-/// Returns the stages after those of the first recipe, if the second one begins with its stages.
+/// Returns the stages that the second recipe appends to the first recipe's stages.
 fn appended_stages<'a>(before: &Recipe, now: &'a Recipe) -> &'a [Stage] {
     match now.stages.split_at_checked(before.stages.len()) {
         Some((known, appended))
@@ -209,7 +209,7 @@ fn appended_stages<'a>(before: &Recipe, now: &'a Recipe) -> &'a [Stage] {
 }
 
 pub(super) fn may_change(key: &str) -> bool {
-    // After the stage's name, which may be "parallel" itself.
+    // The part after the stage's name. The name may be "parallel" itself.
     let of_stage = key.strip_prefix("stage.").and_then(|rest| rest.split_once('.'));
     of_stage.is_some_and(|(_, key)| key.starts_with("parallel."))
         || is_below(key, "data.validation")
@@ -219,9 +219,9 @@ pub(super) fn may_change(key: &str) -> bool {
         })
 }
 
-/// Returns whether the key names an input by its path alone.
+/// Returns whether the key only names the path of an input.
 fn names_input(key: &str) -> bool {
-    // After the stage's name, which may be "data" itself.
+    // The part after the stage's name. The name may be "data" itself.
     let of_stage = key.strip_prefix("stage.").and_then(|rest| rest.split_once('.'));
     let data = of_stage.map_or(key, |(_, key)| key);
     (data.starts_with("data.sources.") && data.ends_with(".path"))
@@ -229,7 +229,7 @@ fn names_input(key: &str) -> bool {
         || ["model.from", "model.revision", "model.tokenizer"].contains(&key)
 }
 
-/// Returns the keys whose values differ between two recipes, in order.
+/// Returns the keys that have other values in another recipe, in order.
 pub fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>> {
     let (before, now) = (leaves(before)?, leaves(now)?);
     let keys: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
@@ -244,7 +244,7 @@ pub fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>> {
 /// The key of the stages' order.
 const STAGES: &str = "stage";
 
-/// Every value of a recipe by its full key, stages by name. A list of values is one value.
+/// Returns every value of a recipe by its full key, stages by name. A list of values is a single value.
 pub fn leaves(recipe: &Recipe) -> Result<BTreeMap<String, String>> {
     let mut leaves = BTreeMap::new();
     collect("", &recipe.to_value()?, &mut leaves);

@@ -1,4 +1,4 @@
-//! Tests of the run directory and of the recipe that it accepts.
+//! Tests of the run directory and of the recipes that it accepts.
 
 use moh_recipe::Recipe;
 
@@ -19,7 +19,7 @@ fn stored(recipe: &Recipe) -> (tempfile::TempDir, RunDirectory) {
     (temporary, run)
 }
 
-/// Returns the same with a checkpoint.
+/// Returns a run directory with a stored recipe and a checkpoint.
 fn begun(recipe: &Recipe) -> (tempfile::TempDir, RunDirectory) {
     let (temporary, run) = stored(recipe);
     std::fs::create_dir_all(run.checkpoint(5)).unwrap();
@@ -30,7 +30,7 @@ fn found(run: &RunDirectory) -> Recipe {
     Recipe::load(&run.recipe(), &[]).unwrap()
 }
 
-/// What a run does at its start.
+/// Checks and writes the recipe, as a run does at its start.
 fn store(run: &RunDirectory, recipe: &Recipe) -> Result<()> {
     run.check_recipe(recipe, "moh-train --recipe small.toml")?;
     run.write_recipe(recipe).map(|_| ())

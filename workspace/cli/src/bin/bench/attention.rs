@@ -1,6 +1,6 @@
-//! `moh-bench attention`: the time that attention saves by skipping heads.
+//! `moh-bench attention`: measures the time that attention saves by skipping heads.
 //!
-//! The cases alternate, run by run, so that other load on the machine affects all of them.
+//! The cases alternate after each run, so that other load on the machine affects all cases.
 
 use half::bf16;
 use moh_kernels::cases::AttentionCase;
@@ -18,7 +18,7 @@ use crate::limits::MachineLimits;
 use crate::timing::Times;
 
 const MIN_RUNS: usize = 3;
-/// Maximum tokens of a measurement: a larger number is a typing error.
+/// Maximum tokens of a measurement. A larger number is probably a typing error.
 const MAX_TOKENS: usize = 1 << 24;
 
 #[derive(clap::Args)]
@@ -73,7 +73,7 @@ pub struct AttentionRow {
     backward: Times,
     /// Routing and RoPE of queries and keys, forward and backward.
     route: Times,
-    /// Repetitions of each within one timing.
+    /// Repetitions of forward, backward and routing within a timing.
     counts: [usize; 3],
     /// FLOPs of forward and backward.
     operations: (f64, f64),
@@ -135,7 +135,7 @@ pub fn run(arguments: &AttentionArguments) -> anyhow::Result<()> {
     )
 }
 
-/// Dense attention first, then one router per fraction.
+/// Returns dense attention as `None`, and then a router for each fraction.
 fn routers(arguments: &AttentionArguments) -> anyhow::Result<Vec<Option<QueryNormRouter>>> {
     let AttentionArguments { heads, kv_heads, active, shared_heads, .. } = arguments;
     if !matches!(shared_heads.len(), 0 | 1) && shared_heads.len() != active.len() {
@@ -167,7 +167,7 @@ fn request(share: f64, shared_heads: Option<usize>) -> HeadRequest {
     }
 }
 
-/// Attention with each of the routers; dense attention has none.
+/// The measurement of attention with each router, and of dense attention as `None`.
 struct Job<'a> {
     shape: QkvShape,
     routers: Vec<Option<QueryNormRouter>>,
@@ -195,7 +195,7 @@ impl Job<'_> {
         let mut rows = Vec::new();
         for &router in &self.routers {
             let mut case = AttentionCase::<B, T>::new(backend, self.shape, router)?;
-            // A first pass of each touches its buffers.
+            // A first pass of each case touches its buffers.
             case.backward(backend)?;
             let path = backend.last_path();
             case.route_backward(backend)?;

@@ -23,13 +23,13 @@ pub struct DeviceArguments {
 pub trait Measurement {
     type Output;
 
-    /// Runs the measurement; every [`Bench::time`] synchronises with the device.
+    /// Runs the measurement. Every [`Bench::time`] synchronises with the device.
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output>;
 }
 
 impl DeviceArguments {
-    /// Runs the measurement on the device, then that of the machine's limits, whose matrices and copies must not count
-    /// as its memory.
+    /// Runs the measurement on the device, and then measures the machine's limits. In this order, the limits' matrices
+    /// and copies do not count as the measurement's memory.
     pub fn measure<M: Measurement>(
         &self,
         measurement: M,
@@ -77,9 +77,9 @@ pub struct Bench<B> {
     pub sizes: Sizes,
     /// Rows, inputs and outputs of the matmul that measures the device's limit.
     pub product: usize,
-    /// Bytes of the copy that measures the device's bandwidth: more than the caches hold.
+    /// Bytes of the copy that measures the device's bandwidth: more than its caches.
     pub copied: usize,
-    /// Minimum seconds of one timing: shorter work is repeated within it.
+    /// Minimum seconds of a timing. Shorter work is repeated within a timing.
     pub shortest: f64,
 }
 
@@ -91,7 +91,7 @@ impl<B: Backend> Bench<B> {
         seconds: f64,
         mut work: impl FnMut() -> moh_kernels::Result<()> + Send,
     ) -> anyhow::Result<Times> {
-        // As in a training step: on one of the operators' threads.
+        // Runs on a thread of the operators, as a training step does.
         let times = self.backend.install(|| {
             work()?;
             self.backend.synchronize()?;
@@ -105,8 +105,8 @@ impl<B: Backend> Bench<B> {
         Ok(times)
     }
 
-    /// Returns the repetitions of `work` that make a timing long enough. Measures `work` once to find out,
-    /// unless any timing is long enough.
+    /// Returns the number of repetitions of `work` that make a timing long enough. Unless any timing is long enough,
+    /// measures `work` once.
     pub fn count(
         &self,
         work: impl FnMut() -> moh_kernels::Result<()>,

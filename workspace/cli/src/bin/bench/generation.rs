@@ -1,4 +1,5 @@
-//! `moh-bench generation`: tokens per second of prompts and of generated tokens, for several sequences at once.
+//! `moh-bench generation`: measures tokens per second of prompts and of generated tokens, for several sequences at
+//! once.
 
 use std::path::PathBuf;
 
@@ -17,7 +18,7 @@ use crate::limits::MachineLimits;
 use crate::step::{describe, fresh, synthetic};
 use crate::timing::Times;
 
-/// Maximum tokens of all sequences: a larger number is a typing error.
+/// Maximum tokens of all sequences. A larger number is probably a typing error.
 const MAX_TOKENS: usize = 1 << 28;
 
 #[derive(clap::Args)]
@@ -51,9 +52,9 @@ pub struct GenerationArguments {
 pub struct Measured {
     batch: usize,
     context: usize,
-    /// Of the prompts together.
+    /// Seconds of all prompts together.
     prompts: f64,
-    /// Of a pass that computes a token of each sequence.
+    /// Times of a pass that computes a token of each sequence.
     passes: Times,
 }
 
@@ -108,14 +109,14 @@ fn measure<B: Backend + Clone, T: Element>(
     sizes.map(|(batch, context)| measure_batch(&model, batch, context, arguments.tokens)).collect()
 }
 
-/// Returns the prompts of a batch, then `tokens` passes of a token of each sequence.
+/// Measures the prompts of a batch, then `tokens` passes with a token of each sequence.
 fn measure_batch<B: Backend + Clone, T: Element>(
     model: &Model<B, T>,
     batch: usize,
     context: usize,
     tokens: usize,
 ) -> anyhow::Result<Measured> {
-    // A token more, of the first pass.
+    // One more token, for the first pass, which is not measured.
     let options = options::batch_options(model, context + tokens + 1);
     let (blocks, pass_tokens) = (batch * options.blocks, options.pass_tokens.max(batch));
     let options = BatchOptions { blocks, pass_tokens, ..options };

@@ -1,4 +1,4 @@
-//! The layers and heads of the model that a command measures, beside those of its configuration.
+//! Options that change the layers and heads of the measured model.
 
 use moh_model::{Active, HeadRequest, ModelConfig, RouterKind, SharedHeadSets};
 use moh_program::arguments::at_least;
@@ -26,7 +26,7 @@ pub struct HeadArguments {
 }
 
 impl HeadArguments {
-    /// Changes a configuration; returns what a share between two counts became.
+    /// Changes a configuration. Returns a remark if a share was rounded to a count of heads.
     pub fn apply(&self, config: &mut ModelConfig) -> anyhow::Result<Option<String>> {
         if let Some(layers) = self.layers {
             config.num_hidden_layers = layers as usize;

@@ -1,4 +1,4 @@
-//! A GPU's time in a step by kernel, and the time in which none ran.
+//! A GPU's time in a step by kernel, and its idle time.
 
 use std::collections::HashMap;
 
@@ -6,9 +6,9 @@ use moh_kernels::gpu_activity::Activity;
 use moh_program::table::aligned;
 use serde_json::{Value, json};
 
-/// Rows of the table as text; JSON has all.
+/// The most rows of the table in text. JSON has all rows.
 const MAX_ROWS: usize = 25;
-/// Characters of a kernel's name in the text: those of libraries have hundreds.
+/// The most characters of a kernel's name in text: names in libraries have hundreds.
 const MAX_CHARACTERS: usize = 72;
 
 /// The kernels, copies and fills of a step.
@@ -16,9 +16,9 @@ const MAX_CHARACTERS: usize = 72;
 pub struct KernelTimes {
     /// Nanoseconds from the first start to the last end.
     elapsed: u64,
-    /// Nanoseconds of it in which something ran.
+    /// Nanoseconds of this time in which any work ran.
     busy: u64,
-    /// Those with the most time first.
+    /// The kernels, by falling time.
     kernels: Vec<Kernel>,
 }
 
@@ -30,7 +30,7 @@ struct Kernel {
 }
 
 impl KernelTimes {
-    /// Sums up activities, which are in the order of their starts.
+    /// Sums up activities. They are in the order of their starts.
     pub fn new(activities: &[Activity]) -> Self {
         let start = activities.first().map_or(0, |first| first.start);
         let (mut until, mut busy) = (start, 0);

@@ -1,5 +1,4 @@
-//! The machine's measured limits: the rate of matmuls and copies on the device, and its memory in
-//! use.
+//! The machine's measured limits: the rates of matmuls and copies on the device, and its memory in use.
 
 use half::bf16;
 use moh_kernels::linear::LinearForward;
@@ -9,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::device::Bench;
 
-/// Seconds of measurement per limit, after one run to warm up.
+/// Seconds of measurement per limit, after a run to warm up.
 const SECONDS: f64 = 0.3;
 
 #[derive(Debug, Clone)]
@@ -68,7 +67,7 @@ pub fn gflops(per_second: f64) -> String {
     }
 }
 
-/// FLOP/s of a matmul of the device's size.
+/// Returns the FLOP/s of a matmul of the device's size.
 fn matmul<B: Backend, T: Element>(bench: &Bench<B>) -> anyhow::Result<f64> {
     let Bench { backend, product, .. } = bench;
     let number = |index: usize| T::from_f32((index % 251) as f32 / 251.0 - 0.5);
@@ -100,11 +99,11 @@ fn copy<B: Backend>(bench: &Bench<B>) -> anyhow::Result<f64> {
     Ok(times.rates(2.0 * *copied as f64).best)
 }
 
-/// Returns the memory in use in bytes, now and at its peak: the device's own, or this process's if the system
-/// reports it.
+/// Returns the memory in use in bytes, now and at its peak: the device's, or else this process's if the system reports
+/// it.
 pub fn memory<B: Backend>(backend: &B) -> Option<(u64, u64)> {
     match backend.memory_info() {
-        // Training allocates all of it before the first step and frees it after the last.
+        // Training allocates all memory before the first step and frees it after the last.
         Some(memory) => Some((memory.used, memory.used)),
         None => ResidentMemory::read().map(|memory| (memory.now, memory.peak)),
     }

@@ -1,4 +1,4 @@
-//! `moh-bench machine`: the processor and the machine's limits, which a figure names.
+//! `moh-bench machine`: prints the processor and the machine's limits, for figures.
 
 use moh_kernels::{Backend, Bf16Path};
 use moh_program::processor;
@@ -26,7 +26,7 @@ pub fn run(arguments: &MachineArguments) -> anyhow::Result<()> {
     crate::print(arguments.json, &json, &format!("{processor}: {}", machine.line()))
 }
 
-/// The limits alone.
+/// Measures only the limits.
 impl Measurement for () {
     type Output = ();
 

@@ -1,4 +1,4 @@
-//! `moh-bench`: the speed of training on this machine, and of each operator relative to the limits.
+//! `moh-bench`: measures the speed of training on this machine, and of each operator relative to the limits.
 
 mod attention;
 mod device;
@@ -83,7 +83,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Prints a measurement: `json` if `as_json`, or else `text`.
+/// Prints a measurement: `json` if `as_json`, else `text`.
 fn print(as_json: bool, json: &Value, text: &str) -> anyhow::Result<()> {
     match as_json {
         true => writeln!(stdout(), "{json:#}")?,

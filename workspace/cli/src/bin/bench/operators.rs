@@ -1,4 +1,4 @@
-//! `moh-bench operators`: every operator against the machine's limits.
+//! `moh-bench operators`: measures every operator against the machine's limits.
 
 use half::bf16;
 use moh_kernels::cases::{self, Case, Work};
@@ -12,7 +12,7 @@ use crate::device::{Bench, DeviceArguments, Measurement};
 use crate::limits::MachineLimits;
 use crate::timing::Times;
 
-/// Minimum runs of a case, after one to warm up.
+/// Minimum runs of a case, after a run to warm up.
 const MIN_RUNS: usize = 3;
 
 #[derive(clap::Args)]
@@ -41,7 +41,7 @@ pub struct OperatorRow {
 }
 
 impl OperatorRow {
-    /// Returns the median rate, and the limit that it is compared with.
+    /// Returns the median rate, and the limit for comparison.
     fn rate_and_limit(&self, machine: &MachineLimits) -> (f64, f64) {
         let (work, limit) = match (self.work, self.dtype) {
             (Work::Operations(count), ElementType::F32) => (count, machine.f32_matmul),

@@ -1,4 +1,4 @@
-//! `moh-bench step`: tokens and FLOPs per second and memory of training steps.
+//! `moh-bench step`: measures tokens and FLOPs per second, and memory, of training steps.
 
 use anyhow::Context as _;
 use moh_comm::World;
@@ -17,7 +17,7 @@ use crate::limits::{self, MachineLimits, gflops};
 use crate::step_job::{StepArguments, StepJob};
 use crate::timing::Times;
 
-/// Seconds of the measured steps together, if their number is not given.
+/// Seconds of all measured steps together, if their number is not given.
 const SECONDS: f64 = 5.0;
 const MIN_STEPS: usize = 3;
 /// Seed of the weights and of the tokens.
@@ -29,7 +29,7 @@ pub struct StepMeasurement {
     last: StepResult,
     /// Bytes in use before the model, and at the peak.
     memory: Option<(u64, u64)>,
-    /// Of one more step, if requested.
+    /// Times of one more step, if requested.
     kernels: Option<KernelTimes>,
 }
 
@@ -78,7 +78,7 @@ impl<B: Backend + Clone> InTrainingElements for Steps<'_, B> {
             };
             Model::<B, T>::new(backend.clone(), config, step.sequence_length, fill)
         };
-        // Whichever teacher the stage has, one of the same shape takes the same time.
+        // Any teacher of the same shape takes as much time as the stage's teacher.
         let teacher = step.distillation.map(|distillation| {
             let (rows, temperature) = (config.vocab_size, distillation.temperature);
             Teacher::new(model(job.teacher())?, step.pass_shape(), rows, temperature)
@@ -100,7 +100,7 @@ impl<B: Backend + Clone> InTrainingElements for Steps<'_, B> {
                 |sample: u64, window: &mut [u32], document_start: Option<&mut [u32]>| {
                     synthetic(sample, vocabulary, window);
                     if let Some(document_start) = document_start {
-                        // One document that began before the window.
+                        // A single document, which began before the window.
                         document_start.fill(0);
                     }
                     Ok(())
@@ -132,12 +132,12 @@ impl<B: Backend + Clone> InTrainingElements for Steps<'_, B> {
     }
 }
 
-/// Returns the GPU's time in one more step.
+/// Measures the GPU's time in one more step.
 fn kernel_times<B: Backend>(
     backend: &B,
     step: &mut impl FnMut() -> Result<StepResult, moh_step::Error>,
 ) -> anyhow::Result<KernelTimes> {
-    // The update of the step before is not part of this one.
+    // Waits for the update of the previous step, which is not part of this step.
     backend.synchronize()?;
     let recording = Recording::start().context("--kernels")?;
     step()?;
@@ -145,8 +145,8 @@ fn kernel_times<B: Backend>(
     Ok(KernelTimes::new(&recording.finish().context("--kernels")?))
 }
 
-/// Fills a tensor with random elements. They repeat in large tensors, because billions of random
-/// numbers would take longer than the measurement.
+/// Fills a tensor with random elements. In large tensors they repeat, because billions of random numbers would take
+/// longer than the measurement.
 pub fn fresh(segment: &Segment, deviation: f64, values: &mut [f32]) {
     const PERIOD: usize = (1 << 20) + 1;
     let period = values.len().min(PERIOD);
@@ -157,7 +157,7 @@ pub fn fresh(segment: &Segment, deviation: f64, values: &mut [f32]) {
     }
 }
 
-/// Writes a sample's tokens: uniform, and the same in every run.
+/// Writes a sample's tokens: uniformly distributed, and the same in every run.
 pub fn synthetic(sample: u64, vocabulary: u64, window: &mut [u32]) {
     let mut state = (sample ^ SEED).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     for id in window {
@@ -176,7 +176,7 @@ impl StepJob {
         ModelConfig { moh: None, ..self.config.clone() }
     }
 
-    /// FLOPs per step, by the convention of [`moh_model::flops`]; a teacher's forward pass counts.
+    /// Returns the FLOPs per step, by the convention of [`moh_model::flops`]. A teacher's forward pass counts.
     fn flops(&self) -> f64 {
         let length = self.step.sequence_length;
         let teacher = match self.step.distillation {

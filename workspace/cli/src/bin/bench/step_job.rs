@@ -1,4 +1,4 @@
-//! The step that `moh-bench step` measures: of a recipe's stage, or of a bare configuration.
+//! The step that `moh-bench step` measures: a step of a recipe's stage, or of a bare configuration.
 
 use std::path::{Path, PathBuf};
 
@@ -17,7 +17,7 @@ use moh_step::{Hyperparameters, StepConfig};
 use crate::device::DeviceArguments;
 use crate::heads::HeadArguments;
 
-/// Maximum tokens of a micro-batch: a larger number is a typing error.
+/// Maximum tokens of a micro-batch. A larger number is probably a typing error.
 const MAX_TOKENS: usize = 1 << 28;
 /// The learning rate of a bare configuration's steps.
 const LEARNING_RATE: f64 = 1e-4;

@@ -1,4 +1,4 @@
-//! Times of repeated runs: the median is the typical time, the best the lowest possible one.
+//! Times of repeated runs. The median is the typical time, the best the lowest possible time.
 
 use std::time::Instant;
 
@@ -13,7 +13,7 @@ pub struct Times {
 }
 
 impl Times {
-    /// Runs `count` repetitions at once and records the time of one.
+    /// Calls `run`, which makes `count` repetitions, and records the time of a single repetition.
     pub fn time<R>(&mut self, count: usize, run: impl FnOnce() -> R) -> R {
         let started = Instant::now();
         let result = run();
@@ -32,7 +32,7 @@ impl Times {
         self.spent
     }
 
-    /// Returns the median; 0 without a run.
+    /// Returns the median time; 0 without a run.
     pub fn median(&self) -> f64 {
         let mut sorted = self.runs.clone();
         sorted.sort_by(f64::total_cmp);
@@ -41,17 +41,17 @@ impl Times {
         (lower + upper) / 2.0
     }
 
-    /// Returns the shortest; 0 without a run.
+    /// Returns the shortest time; 0 without a run.
     pub fn best(&self) -> f64 {
         self.runs.iter().copied().reduce(f64::min).unwrap_or(0.0)
     }
 
-    /// Median and best, in seconds.
+    /// Returns the median and the best, in seconds.
     pub fn json(&self) -> Value {
         json!({"median": self.median(), "best": self.best()})
     }
 
-    /// Returns the rates of a run of this much work, in units per second.
+    /// Returns the rates of runs with this much work, in units per second.
     pub fn rates(&self, work: f64) -> Rates {
         Rates { median: work / self.median().max(1e-9), best: work / self.best().max(1e-9) }
     }

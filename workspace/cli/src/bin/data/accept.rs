@@ -18,7 +18,7 @@ pub struct Arguments {
     revision: Option<String>,
 }
 
-/// Runs the command. All files are compared before one is changed.
+/// Runs the command. All files are compared before any is changed.
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let tokenizer =
         moh_program::models::named_tokenizer(&arguments.tokenizer, arguments.revision.as_deref())?;

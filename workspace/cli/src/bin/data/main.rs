@@ -86,7 +86,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Special tokens that texts name with their number; `None` if there are none.
+/// Returns the special tokens in texts with their counts; `None` without any.
 fn special_tokens(found: Option<&BTreeMap<String, u64>>) -> Option<String> {
     let shown = |(token, count): (&String, &u64)| format!("{token} {count}");
     let found = found.filter(|found| !found.is_empty())?;
@@ -108,7 +108,7 @@ struct TokenizerArguments {
 }
 
 impl TokenizerArguments {
-    /// Returns the tokenizer, if one is named, which is the one that the file records.
+    /// Returns the named tokenizer, if any. Fails if it is not the tokenizer that the file records.
     fn load(&self, file: &TokenFile) -> anyhow::Result<Option<TextTokenizer>> {
         let Some(name) = &self.tokenizer else { return Ok(None) };
         let tokenizer = moh_program::models::named_tokenizer(name, self.revision.as_deref())?;

@@ -18,7 +18,7 @@ use moh_text::{ChatTemplate, RenderThreads, TrainedTurns};
 
 use super::special_tokens;
 
-/// The time after which a chat template is given up, far longer than its work may take on an idle processor.
+/// The most time for rendering a conversation, far more than it needs on an idle processor.
 const RENDERING_TIME: Duration = Duration::from_secs(60);
 
 #[derive(clap::Args)]
@@ -110,7 +110,7 @@ enum Turns {
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let inputs = Inputs { names: &arguments.names, keep: !arguments.no_keep };
     let stop = Arc::new(AtomicBool::new(false));
-    // What can be read once cannot be continued: nothing is saved.
+    // Inputs that can be read only once cannot be continued: nothing is saved.
     match moh_text::prepare::can_continue(inputs.names) {
         true => exit::stop_on_signals(&stop)?,
         false => exit::remove_temporary_files_on_signals()?,
@@ -172,10 +172,10 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     }
 }
 
-/// Shows how far a preparation is.
+/// Shows the progress of a preparation.
 struct Show {
     bar: Bar,
-    /// Tokens at the start, of an interrupted command.
+    /// Tokens at the start: the tokens of an interrupted command.
     first_tokens: Option<u64>,
 }
 
@@ -192,7 +192,7 @@ impl Observer for Show {
             let rate = (tokens - first) as f64 / elapsed.as_secs_f64().max(1e-3);
             let documents = counted(documents, "document");
             let mut text = format!("{documents}, {} tokens/s", rate as u64);
-            // While some of the remote inputs is missing.
+            // While remote inputs are missing.
             if downloaded_bytes < download_bytes {
                 text += &format!(", downloaded {}", of_bytes(downloaded_bytes, download_bytes));
             }
@@ -252,7 +252,7 @@ fn report(prepared: &Prepared) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// How many documents were left out for which reason.
+/// Returns the numbers of omitted documents, with the reasons.
 fn left_out(counts: &Counts) -> Vec<String> {
     let reasons = [
         (counts.empty, "without a token"),
@@ -265,7 +265,7 @@ fn left_out(counts: &Counts) -> Vec<String> {
     some.map(|(count, reason)| format!("{} {reason}", counted(count, "document"))).collect()
 }
 
-/// What the chat template did not read, and what nothing is learned from.
+/// Returns remarks on message keys and contents that the chat template ignores, and on conversations without training.
 fn chat_notes(notes: &ChatNotes) -> Vec<String> {
     let keys = notes.unnamed.iter();
     let keys: Vec<_> =
@@ -291,12 +291,12 @@ fn chat_notes(notes: &ChatNotes) -> Vec<String> {
 
 const EXPECTED_SHARE: &str = "expected a share of the documents above 0 and at most 1, as in 0.1";
 
-/// Returns a share of a whole: above 0, at most 1.
+/// Parses a share: above 0, at most 1.
 fn share(text: &str) -> Result<f64, String> {
     only(|share: &f64| *share > 0.0 && *share <= 1.0, EXPECTED_SHARE)(text)
 }
 
-/// Returns a share in percent, from 0% to 100%.
+/// Parses a share in percent, from 0% to 100%.
 fn percent(text: &str) -> Result<f64, String> {
     let percent: Option<f64> = text.strip_suffix('%').and_then(|number| number.trim().parse().ok());
     let percent = percent.filter(|percent| (0.0..=100.0).contains(percent));
@@ -305,7 +305,7 @@ fn percent(text: &str) -> Result<f64, String> {
         .ok_or_else(|| "expected a percentage from 0% to 100%, as in 0.1%".to_owned())
 }
 
-/// Bytes, as in `500MB` or `2GB`: at least 64 MB.
+/// Parses bytes, as in `500MB` or `2GB`: at least 64 MB.
 fn memory(text: &str) -> Result<u64, String> {
     const LEAST: u64 = 64_000_000;
     let units = [
@@ -320,7 +320,7 @@ fn memory(text: &str) -> Result<u64, String> {
     let unit = units.into_iter().find_map(|(name, bytes)| Some((text.strip_suffix(name)?, bytes)));
     let (number, unit) = unit.unwrap_or((text, 1));
     let bytes: Option<f64> = number.trim().parse().ok();
-    // Larger than any memory saturates.
+    // The cast saturates, at more than any memory.
     let bytes = bytes.map(|bytes| (bytes * unit as f64) as u64).filter(|&bytes| bytes >= LEAST);
     bytes.ok_or_else(|| "expected at least 64 MB, as in 500MB or 2GB".to_owned())
 }

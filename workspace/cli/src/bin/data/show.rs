@@ -96,11 +96,11 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the positions that are shown, and the document of the first of them.
+/// Returns the positions to show, and the document of the first position.
 fn place(file: &TokenFile, arguments: &Arguments) -> anyhow::Result<(u64, Range<u64>)> {
     match (arguments.doc, &arguments.tokens) {
         (None, Some(range)) => Ok((file.documents_of(range.clone())?.start, range.clone())),
-        // One of the two is given.
+        // One of the two options is given.
         (doc, _) => {
             let doc = doc.unwrap_or(0);
             Ok((doc, file.document(doc)?))
@@ -109,13 +109,13 @@ fn place(file: &TokenFile, arguments: &Arguments) -> anyhow::Result<(u64, Range<
 }
 
 fn read_mask(file: &TokenFile, range: Range<u64>) -> anyhow::Result<Vec<u8>> {
-    // In the mapped file, so its length fits usize.
+    // The range is in the mapped file, so its length fits usize.
     let mut mask = vec![0; (range.end - range.start) as usize];
     file.read_mask(range.start, &mut mask)?;
     Ok(mask)
 }
 
-/// Returns the text of ids, with marks around those that are trained on.
+/// Returns the text of ids, with marks around the trained parts.
 fn marked(tokenizer: &TextTokenizer, ids: &[u32], mask: &[u8]) -> anyhow::Result<String> {
     let mut text = String::new();
     let mut rest = ids;
@@ -128,7 +128,7 @@ fn marked(tokenizer: &TextTokenizer, ids: &[u32], mask: &[u8]) -> anyhow::Result
     Ok(text)
 }
 
-/// Positions, as in `100..110`.
+/// Parses positions, as in `100..110`.
 fn range(text: &str) -> Result<Range<u64>, String> {
     let ends = text.split_once("..");
     let ends = ends.and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));

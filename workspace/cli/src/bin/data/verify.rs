@@ -63,7 +63,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         }
     }
     if faults > 0 {
-        // At most the number of kinds.
+        // There are at most as many faults as kinds.
         let kinds = counted(faults as u64, "kind");
         bail!("{}: {kinds} of fault, listed above", arguments.prefix.display());
     }

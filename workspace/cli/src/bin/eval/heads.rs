@@ -1,4 +1,4 @@
-//! `moh-eval heads`: what the heads of a model do, on token files and on a sentence.
+//! `moh-eval heads`: measures a model's heads on token files and on a sentence.
 
 use std::io::{Write as _, stdout};
 use std::ops::ControlFlow;
@@ -71,7 +71,7 @@ impl HeadsArguments {
         }
     }
 
-    /// Returns the tokens to measure, and the length of their windows.
+    /// Returns the length of windows, and the tokens to measure.
     fn texts(&self, model: &NamedModel) -> anyhow::Result<(usize, Vec<HeadText>)> {
         let length = window_length(std::slice::from_ref(model), self.sequence_length)?;
         if self.sequence_length.is_none() && !self.data.is_empty() {
@@ -90,7 +90,7 @@ impl HeadsArguments {
         Ok((length, self.data.iter().map(text).collect::<anyhow::Result<_>>()?))
     }
 
-    /// Returns the ids of `--sentence`, if it is given.
+    /// Returns the ids of `--sentence`, if given.
     fn sentence_ids(&self, model: &NamedModel) -> anyhow::Result<Option<Vec<u32>>> {
         let Some(text) = &self.sentence else { return Ok(None) };
         let Some(tokenizer) = model.tokenizer()? else {
@@ -101,7 +101,7 @@ impl HeadsArguments {
     }
 }
 
-/// Returns the name and the prefix of an argument of `--data`; without a name it is the last part of the prefix.
+/// Returns the name and the prefix of an argument of `--data`. The default name is the last part of the prefix.
 fn named_file(argument: &str) -> (String, PathBuf) {
     let is_file = |prefix: &str| PathBuf::from(format!("{prefix}.idx")).exists();
     match argument.split_once('=') {
@@ -114,7 +114,7 @@ fn named_file(argument: &str) -> (String, PathBuf) {
     }
 }
 
-/// Returns a token as text; its id without a tokenizer.
+/// Returns a token as text, or its id without a tokenizer.
 fn token_text(tokenizer: Option<&TextTokenizer>, id: u32) -> String {
     let decoded = tokenizer.and_then(|tokenizer| tokenizer.decode(&[id], false).ok());
     decoded.unwrap_or_else(|| id.to_string())

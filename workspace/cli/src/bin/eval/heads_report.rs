@@ -1,4 +1,4 @@
-//! What `moh-eval heads` prints: a table for each layer and the heads of each token of a sentence.
+//! The output of `moh-eval heads`: a table for each layer, and the heads of each token of a sentence.
 
 use std::io::Write;
 use std::iter;
@@ -19,7 +19,7 @@ pub(crate) fn write(out: &mut impl Write, document: &HeadDocument) -> std::io::R
     }
 }
 
-/// Returns a table for each layer, and the means of shared and of routed heads over all.
+/// Writes a table for each layer, and the means of shared and of routed heads over all layers.
 fn write_report(out: &mut impl Write, report: &HeadDocument) -> std::io::Result<()> {
     let texts: Vec<String> =
         report.texts.iter().map(|text| format!("{} ({} tokens)", text.name, text.tokens)).collect();
@@ -81,7 +81,7 @@ fn row(head: &OneHead) -> [String; 6] {
     ]
 }
 
-/// Returns a line for each token, with the routed heads that it selects in each layer.
+/// Writes a line for each token, with the routed heads that it selects in each layer.
 fn write_sentence(out: &mut impl Write, sentence: &Sentence) -> std::io::Result<()> {
     let routes = |layer: &&SentenceLayer| layer.shared_heads.len() < layer.maps.len();
     let layers: Vec<&SentenceLayer> = sentence.layers.iter().filter(routes).collect();

@@ -1,4 +1,4 @@
-//! `moh-eval logits`: the logits of given ids, and the heads that they select.
+//! `moh-eval logits`: computes the logits of given ids, and the heads that they select.
 
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
@@ -44,7 +44,7 @@ impl LogitsArguments {
     }
 }
 
-/// The logits of a model.
+/// The computation of a model's logits.
 struct Logits<'a>(&'a LogitsArguments, NamedModel);
 
 impl Compute for Logits<'_> {
@@ -68,7 +68,7 @@ impl Compute for Logits<'_> {
     }
 }
 
-/// Makes the directory of the file of `--out`; fails if the file exists and `--force` is not given.
+/// Creates the directory of the file of `--out`. Fails if the file exists and `--force` is not given.
 fn make_room(path: &Path, force: bool) -> anyhow::Result<()> {
     if !force && path.exists() {
         anyhow::bail!(

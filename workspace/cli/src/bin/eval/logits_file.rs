@@ -1,5 +1,4 @@
-//! Lists of token ids as JSON, and the logits of a model as safetensors, for comparison with other
-//! implementations.
+//! Reads token ids as JSON, and writes logits as safetensors, for comparison with other implementations.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -9,7 +8,7 @@ use safetensors::tensor::{Dtype, TensorView};
 
 use moh_files::FileError;
 
-/// Maximum bytes of a list of ids, which is computed in one pass.
+/// Maximum bytes of a list of ids, which a single pass computes.
 const MAX_FILE_BYTES: u64 = 1 << 28;
 
 /// Reads a JSON list of equally long lists of ids. Fails if the file has other contents, or a sequence is longer than
@@ -45,9 +44,9 @@ pub(crate) fn read_ids(path: &Path, positions: usize) -> Result<Vec<Vec<u32>>, F
     Ok(ids)
 }
 
-/// Writes `logits` f32 and, for a Mixture-of-Head model, which heads tokens selected, u8: `routed_mask`, or
-/// `routed_mask.N` of each layer N that routes where layers differ. Fails if the file cannot be written; no partial
-/// file is left.
+/// Writes `logits` f32 and, for a Mixture-of-Head model, the heads that tokens selected, u8. They are in `routed_mask`
+/// or, if layers differ, in `routed_mask.N` of each layer N that routes. Fails if the file cannot be written, and then
+/// leaves no partial file.
 pub(crate) fn write_logits(output: &ModelOutput, path: &Path) -> Result<(), FileError> {
     let io = |source| moh_files::io(path)(source);
     let refuse = |error: safetensors::SafeTensorError| moh_files::unusable(path, error.to_string());
@@ -64,8 +63,8 @@ pub(crate) fn write_logits(output: &ModelOutput, path: &Path) -> Result<(), File
     moh_files::write(path, &serialized).map_err(io)
 }
 
-/// Names, shapes and contents of the tables of selected heads: `routed_mask`, `[layers, batch,
-/// length, routed heads]`, where all layers route equally many heads, else `routed_mask.N`,
+/// Returns names, shapes and contents of the tables of selected heads. If all layers route equally many heads, it is
+/// `routed_mask`, `[layers, batch, length, routed heads]`. Otherwise it is `routed_mask.N`,
 /// `[batch, length, routed heads]`, of each layer N that routes.
 fn masks(output: &ModelOutput) -> Vec<(String, Vec<usize>, Cow<'_, [u8]>)> {
     let rows = output.batch * output.length;

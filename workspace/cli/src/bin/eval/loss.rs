@@ -1,4 +1,4 @@
-//! `moh-eval loss`: mean loss, perplexity and bits per byte of models on token files.
+//! `moh-eval loss`: computes mean loss, perplexity and bits per byte of models on token files.
 
 use std::io::stdout;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ use moh_step::{DecodedBytes, Error, EvaluationText, Evaluator};
 use crate::loss_report::{LossMeasurement, print};
 use crate::windows::{say_length, window_length, windows};
 
-/// Maximum tokens of a pass; longer windows are evaluated one at a time.
+/// Maximum tokens of a pass. Longer windows are evaluated one at a time.
 const BATCH_TOKENS: usize = 4096;
 
 #[derive(clap::Args)]
@@ -72,7 +72,7 @@ impl LossArguments {
     }
 }
 
-/// The losses of some models.
+/// The computation of the models' losses.
 struct Losses<'a>(&'a LossArguments, Vec<NamedModel>);
 
 impl Compute for Losses<'_> {
@@ -81,7 +81,7 @@ impl Compute for Losses<'_> {
     fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
         let Losses(arguments, models) = self;
         let length = window_length(&models, arguments.sequence_length)?;
-        // All files before the first model: a length that exceeds a file may also exceed the memory.
+        // Opens all files before the first model: a length that exceeds a file may also exceed the memory.
         let texts = |model: &NamedModel| {
             let text = |prefix: &PathBuf| {
                 let windows = windows(model, prefix, length, arguments.allow_other_tokenizer)?;
@@ -110,14 +110,14 @@ impl Compute for Losses<'_> {
     }
 }
 
-/// Returns the loss of a model over windows, and its routing on request.
+/// Returns the loss of a model over windows, and its routing if `heads`.
 fn loss<B: Backend + Clone, T: Element>(
     model: &mut Model<B, T>,
     named: &NamedModel,
     windows: &Windows,
     heads: bool,
 ) -> anyhow::Result<(moh_step::Loss, Option<moh_model::router::RoutingStatistics>)> {
-    // At most the number of sequences, which fits memory if the file did.
+    // At most the number of windows, which fits memory if the file did.
     let batch =
         (BATCH_TOKENS / windows.length()).clamp(1, windows.len().clamp(1, 1 << 20) as usize);
     let mut evaluator = Evaluator::new(model, batch, windows.length())?;

@@ -1,4 +1,4 @@
-//! What `moh-eval loss` prints: lines for one model and one token file, a table for several, or JSON.
+//! The output of `moh-eval loss`: lines for a single model and token file, a table for several, or JSON.
 
 use std::io::Write;
 
@@ -48,7 +48,7 @@ pub(crate) fn print(
     Ok(())
 }
 
-/// Returns a line for each model and token file, and their routing below.
+/// Writes a line for each model and token file, and below it their routing.
 fn write_table(out: &mut impl Write, measured: &[LossMeasurement]) -> std::io::Result<()> {
     let rows = measured.iter().map(|LossMeasurement { model, data, loss, .. }| {
         [

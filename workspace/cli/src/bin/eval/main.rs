@@ -1,4 +1,4 @@
-//! `moh-eval`: a model's loss on a token file, its logits for given ids, and what its heads do.
+//! `moh-eval`: a model's loss on a token file, its logits for given ids, and measures of its heads.
 
 mod heads;
 mod heads_report;

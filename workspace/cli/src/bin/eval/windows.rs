@@ -1,4 +1,4 @@
-//! The windows of token files that models are measured on.
+//! The windows of token files, on which models are measured.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use moh_data::{TokenFile, Windows};
 use moh_program::models::NamedModel;
 use moh_program::{counted, exit};
 
-/// Tokens of a window if the option is omitted, unless a model's context is shorter.
+/// Default tokens of a window, unless a model's context is shorter.
 const DEFAULT_LENGTH: usize = 2048;
 
 /// Returns the windows of a token file for a model.
@@ -28,7 +28,7 @@ pub(crate) fn windows(
     Windows::new(file, length).map_err(|error| error.with_length("--sequence-length").into())
 }
 
-/// Returns the given window length, or the default; lengths that a model does not support are refused.
+/// Returns the given window length, or the default. Rejects lengths that a model does not support.
 pub(crate) fn window_length(models: &[NamedModel], given: Option<usize>) -> anyhow::Result<usize> {
     let context = shortest_context(models);
     let length = given.unwrap_or(context.min(DEFAULT_LENGTH));
@@ -46,7 +46,7 @@ fn shortest_context(models: &[NamedModel]) -> usize {
     contexts.min().unwrap_or(DEFAULT_LENGTH)
 }
 
-/// Remarks on the default length.
+/// Prints a remark on the default length.
 pub(crate) fn say_length(length: usize, models: &[NamedModel]) {
     let why = match shortest_context(models) {
         context if length < context => format!("of the model's context of {context}"),

@@ -18,7 +18,7 @@ use moh_program::models::NamedModel;
 use moh_program::{counted, exit, options};
 use moh_text::{ChatTemplate, Conversation, RenderThreads, TextTokenizer};
 
-/// The time after which a chat template is given up.
+/// The most time for rendering the conversation.
 const RENDERING_TIME: Duration = Duration::from_secs(60);
 
 /// Continue a text, or answer a message, with a model, dense or Mixture-of-Head.
@@ -113,7 +113,7 @@ impl Compute for Generate<'_> {
         let capacity = context.min(prompt.ids.len().saturating_add(arguments.max_tokens));
         let model = named.load::<B, T>(backend, capacity)?;
         let ends = moh_hf::end_tokens(&named.files(), model.config())?;
-        // On one of the operators' threads: a small model's token takes less time than waking them.
+        // Runs on a thread of the operators: a small model's token takes less time than waking them.
         model.backend().install(|| decode(arguments, &tokenizer, &model, &prompt, &ends))
     }
 }
@@ -160,7 +160,7 @@ fn check(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 impl Arguments {
-    /// Returns whether an option limits the tokens that are sampled, which asks for sampling.
+    /// Returns whether an option limits the sampled tokens, which implies sampling.
     fn limits_sampling(&self) -> bool {
         self.top_k.is_some() || self.top_p.is_some() || self.min_p.is_some()
     }
@@ -170,7 +170,7 @@ impl Arguments {
     }
 }
 
-/// The tokens before the generated ones.
+/// The tokens before the generated tokens.
 struct Prompt {
     /// The option that gives the text.
     source: Cow<'static, str>,
@@ -188,7 +188,7 @@ impl Prompt {
                 let text = read_text(file).with_context(|| source.clone())?;
                 (source.into(), text.strip_suffix('\n').unwrap_or(&text).to_owned())
             }
-            // One of the two is required.
+            // One of the two options is required.
             (None, None) => ("--prompt".into(), String::new()),
         };
         if !arguments.chat {
@@ -199,7 +199,7 @@ impl Prompt {
         let conversation = Conversation::of_texts(system.into_iter().chain([("user", &*text)]));
         let template = RenderThreads::new(ChatTemplate::load(tokenizer)?, RENDERING_TIME)?;
         let rendered = template.render(&Arc::new(conversation), true)?;
-        // The template contains BOS where the model expects one.
+        // The template contains BOS where the model expects it.
         let ids = tokenizer.encode_without_special_tokens(&rendered)?;
         Ok(Prompt { source, ids, shown: String::new() })
     }
@@ -263,7 +263,7 @@ fn decode<B: Backend, T: Element>(
     }
     let seconds = started.elapsed().as_secs_f64();
     writeln!(out, "{}", text.finish()?)?;
-    // The prompt's pass gave the first token.
+    // The first token is from the prompt's pass.
     let rate = f64::from(passes) / seconds.max(1e-9);
     let reason = match count {
         _ if ended => ", ended by the model",

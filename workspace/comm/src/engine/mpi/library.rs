@@ -1,10 +1,10 @@
 //! This process's MPI library: initialised once, called by one thread at a time, finalised when the
 //! last group is dropped.
 //!
-//! The crate `mpi` discards return codes, so calls that can fail go through its bindings here. No
-//! call blocks: operations are started and then polled, so that an operation whose peer has died
+//! The crate `mpi` discards return codes, so calls that can fail use its bindings here. No
+//! call blocks: operations are started and then polled. If the peer of an operation has died, the operation
 //! returns the fault that the liveness thread found. MPI moves long messages only inside its calls.
-//! A progress thread therefore calls it while messages are pending and their sender computes.
+//! A progress thread therefore calls MPI while messages are pending and their sender computes.
 
 use std::ffi::c_int;
 use std::fmt::Display;
@@ -38,7 +38,7 @@ pub(super) struct Library {
     universe: Option<Universe>,
     calls: Arc<Calls>,
     progress: Option<JoinHandle<()>>,
-    /// The job has ended without an error, so all processes finalise.
+    /// Whether the job has ended without an error, so that all processes finalise.
     finished: AtomicBool,
     pub(super) health: Arc<Health>,
 }
@@ -112,13 +112,13 @@ impl Library {
         }
     }
 
-    /// This process's rank among all processes, and their number.
+    /// Returns this process's rank among all processes, and their number.
     pub(super) fn rank_and_size(&self) -> (usize, usize) {
         let world = mpi::topology::SimpleCommunicator::world();
         (world.rank() as usize, world.size() as usize)
     }
 
-    /// Makes calls on this communicator return errors; by default MPI would end the job.
+    /// Makes calls on this communicator return errors. By default MPI would end the job.
     pub(super) fn return_errors(&self, communicator: ffi::MPI_Comm) -> Result<()> {
         // SAFETY: the communicator is one of the library's, the handler one of its constants.
         #[allow(unsafe_code)]
@@ -139,8 +139,8 @@ impl Library {
 
     /// Starts an operation and waits until it is done.
     ///
-    /// The operation owns the memory that it reads and writes until this returns. After a fault it
-    /// returns only when no process calls MPI any more and data in flight has arrived.
+    /// The operation owns the memory that it reads and writes until this function returns. After a fault, the
+    /// function returns only when no process calls MPI any more and data in flight has arrived.
     pub(super) fn complete(
         &self,
         operation: &'static str,
@@ -189,7 +189,7 @@ impl Library {
         pending.bytes.fill(bytes);
         check("MPI_Isend", start(pending.bytes.bytes(), &mut pending.request))?;
         queue.outstanding.push(pending);
-        // Most messages are short and have left by now.
+        // Most messages are short and are already sent.
         queue.remove_completed()?;
         if !queue.outstanding.is_empty() {
             self.calls.posted.notify_one();
@@ -216,7 +216,7 @@ impl Library {
         }
     }
 
-    /// Lets all processes finalise from now on.
+    /// Lets all processes finalise after this call.
     pub(super) fn finish(&self) {
         self.finished.store(true, Ordering::Relaxed);
     }
@@ -233,13 +233,13 @@ impl Library {
 }
 
 impl Calls {
-    /// Ignores poisoning: each change is one step, so a panic elsewhere leaves the queue
+    /// Locks the queue and ignores poisoning. Each change is a single step, so a panic elsewhere leaves the queue
     /// consistent.
     fn queue(&self) -> MutexGuard<'_, SendQueue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Calls MPI while messages are pending, until the end.
+    /// Calls MPI while messages are pending, until the library is dropped.
     fn progress_sends(&self, health: &Health) {
         let mut queue = self.queue();
         while !queue.ended && health.fault().is_none() {
@@ -247,7 +247,7 @@ impl Calls {
                 queue = self.posted.wait(queue).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
-            // The queue stores the error for the next send, or for the end, to report.
+            // The queue stores the error. The next send, or the end, reports it.
             if queue.remove_completed().is_err() {
                 return;
             }
@@ -270,7 +270,7 @@ impl SendQueue {
                 unsafe { ffi::MPI_Test(&mut pending.request, &mut done, ffi::RSMPI_STATUS_IGNORE) };
             if let Err(error) = check("MPI_Isend", code) {
                 self.failure.get_or_insert(error);
-                // MPI may still read it.
+                // MPI may still read the bytes.
                 std::mem::forget(self.outstanding.swap_remove(at));
             } else if done == 0 {
                 at += 1;
@@ -288,7 +288,7 @@ impl Drop for Library {
         self.queue().ended = true;
         self.calls.posted.notify_one();
         if let Some(progress) = self.progress.take() {
-            // The thread does not panic; if it did, nothing would change here.
+            // The thread does not panic. If it did, nothing would change here.
             let _ = progress.join();
         }
         let clean = self.finished.load(Ordering::Relaxed) && self.health.fault().is_none();

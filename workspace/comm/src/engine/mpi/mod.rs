@@ -1,6 +1,6 @@
 //! MPI between processes, for the host's memory.
 //!
-//! Reductions exchange chunks and sum them here, in rank order: MPI's own reductions may take any
+//! Reductions exchange chunks and sum them here, in rank order, since MPI's own reductions may use any
 //! order. A chunk is exchanged in pieces, so that received data stays in cache until it is summed
 //! and needs little memory.
 
@@ -20,19 +20,19 @@ use crate::reduce::reduce;
 use crate::watchdog::Health;
 use crate::{Launch, Reduce, Result};
 
-/// Bytes that a rank receives at a time when it reduces.
+/// Bytes that a rank receives at a time in a reduction.
 const PIECE_BYTES: usize = 4 << 20;
-/// Maximum bytes of an all-reduce in which every rank reduces all elements: one exchange instead of
+/// Maximum bytes of an all-reduce in which every rank reduces all elements, with a single exchange instead of
 /// two.
 const MAX_SMALL_BYTES: usize = 16 << 10;
-/// Maximum bytes of one message; MPI counts in C's int.
+/// Maximum bytes of a message. MPI counts in C's int.
 const MAX_MESSAGE_BYTES: usize = 1 << 30;
 /// Alignment of the received pieces in scratch memory, in elements.
 const PIECE_ALIGNMENT: usize = 8;
 
 struct Communicator {
     raw: ffi::MPI_Comm,
-    /// Created by a split, so it has to be freed.
+    /// Whether a split created the communicator, so that it must be freed.
     owned: bool,
     rank: usize,
     size: usize,
@@ -107,14 +107,14 @@ fn datatype(dtype: DType) -> ffi::MPI_Datatype {
             DType::F64 => ffi::RSMPI_DOUBLE,
             DType::U32 => ffi::RSMPI_UINT32_T,
             DType::I16 => ffi::RSMPI_INT16_T,
-            // MPI has no 16-bit floats; it only moves these bytes.
+            // MPI has no 16-bit floats. It only moves these bytes.
             DType::F16 | DType::BF16 => ffi::RSMPI_UINT16_T,
             DType::U8 => ffi::RSMPI_UINT8_T,
         }
     }
 }
 
-/// Returns the host bytes of a region whose length fits C's int.
+/// Returns the host bytes of a region. Fails if its length does not fit C's int.
 fn host<'a>(
     operation: &'static str,
     region: RegionMut<'a>,
@@ -143,13 +143,13 @@ impl Communicator {
         Communicator { raw, owned, rank, size, work: Mutex::default(), library }
     }
 
-    /// Sends every other rank its elements at `send` of `from`, and receives theirs into `receive`
-    /// of `to`. Both ranges are empty for this rank itself.
+    /// Sends to every other rank the elements at its range of `send` in `from`, and receives from it into its range
+    /// of `receive` in `to`. Both ranges are empty for this rank itself.
     ///
     /// # Safety
-    /// The ranges of `send` lie within the elements at `from`, and those of `receive` within the
-    /// elements at `to`. Nothing else accesses the latter until this returns, and no two of them
-    /// overlap.
+    /// The ranges of `send` lie within the elements at `from`, and the ranges of `receive` within the
+    /// elements at `to`. Until this function returns, nothing else accesses the received elements. No two ranges of
+    /// `receive` overlap.
     #[allow(unsafe_code)]
     unsafe fn exchange(
         &self,
@@ -179,7 +179,7 @@ impl Communicator {
         Ok(())
     }
 
-    /// Reduces all ranks' chunks of this rank's number into this rank's chunk of `bytes`.
+    /// Reduces all ranks' chunks with this rank's number into this rank's chunk of `bytes`.
     fn reduce_own_chunk(
         &self,
         dtype: DType,
@@ -202,7 +202,7 @@ impl Communicator {
                 (first + start).min(end)..(first + start + piece).min(end)
             };
             let own = piece_of(me);
-            // The other ranks' pieces are consecutive; this rank has none.
+            // The other ranks' pieces are consecutive. This rank has no slot.
             let slot = |rank: usize| (rank - usize::from(rank > me)) * piece;
             send.set(size, |rank| if rank == me { 0..0 } else { piece_of(rank) });
             receive.set(size, |rank| match rank {
@@ -240,9 +240,9 @@ impl Communicator {
         let mut work = self.work.lock().unwrap_or_else(PoisonError::into_inner);
         let Work { send, receive, .. } = &mut *work;
         let own = chunk(me);
-        // Open MPI takes two equal addresses for "in place", so the send and the receive address
-        // have to differ. Sends count from this rank's chunk; receives count from the start of the
-        // buffer, or, for rank 0, from the end of its chunk.
+        // Open MPI interprets equal addresses as "in place", so the send and the receive address must
+        // differ. Sends count from this rank's chunk. Receives count from the start of the buffer or, on
+        // rank 0, from the end of its chunk.
         let origin = if me == 0 { own.end } else { 0 };
         send.set(self.size, |rank| if rank == me { 0..0 } else { 0..own.len() });
         receive.set(self.size, |rank| {
@@ -337,7 +337,7 @@ impl Engine for Communicator {
         let Location::Host(bytes) = region.location else { return Err(failed("send", ON_A_GPU)) };
         let tag = self.tag("send", tag)?;
         for bytes in messages(bytes) {
-            // SAFETY: `post` keeps its copy of the bytes until the message has left.
+            // SAFETY: `post` keeps its copy of the bytes until the message is sent.
             #[allow(unsafe_code)]
             self.library.post(bytes, |copy, request| unsafe {
                 let (count, to) = (copy.len() as c_int, to as c_int);
@@ -349,7 +349,7 @@ impl Engine for Communicator {
     }
 
     fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<()> {
-        // Longer ones are sent in pieces.
+        // Longer messages are sent in pieces.
         let pieces = bytes.div_ceil(MAX_MESSAGE_BYTES);
         self.library.reserve_sends(messages.saturating_mul(pieces), bytes.min(MAX_MESSAGE_BYTES));
         Ok(())
@@ -426,7 +426,7 @@ impl Engine for Communicator {
 
     fn finish(&self) -> Result<()> {
         self.library.wait_for_sends()?;
-        // A message may leave its sender only while its receiver calls MPI.
+        // A message may be sent only while its receiver calls MPI.
         self.barrier()?;
         self.library.finish();
         Ok(())
@@ -437,7 +437,7 @@ impl Engine for Communicator {
     }
 }
 
-/// Splits bytes into messages; no bytes are one empty message.
+/// Splits bytes into messages. No bytes are an empty message.
 fn messages(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     let none = bytes.is_empty().then_some(bytes);
     none.into_iter().chain(bytes.chunks(MAX_MESSAGE_BYTES))

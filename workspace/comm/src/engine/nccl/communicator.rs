@@ -1,5 +1,5 @@
 //! An NCCL communicator with its own stream, ordered after the compute stream: an operation starts
-//! after the operators launched so far, and later operators wait for it once its event is joined.
+//! after the operators launched so far. Later operators wait for the operation once its event is joined.
 //! No call waits for the GPU.
 
 use std::ffi::CStr;
@@ -88,7 +88,7 @@ impl Event {
 
 impl Outstanding for Event {
     fn is_done(&self) -> bool {
-        // An error counts as done: the next operator reports it as well.
+        // An error counts as done: the next operator also reports it.
         // SAFETY: the event lives as long as this value.
         #[allow(unsafe_code)]
         let query = self.device.run("querying an event", |_| unsafe {
@@ -131,7 +131,7 @@ pub(super) struct NcclCommunicator {
 struct Events {
     /// The compute stream's position at the last enqueued operation.
     before: Event,
-    /// The ends of operations; events without another owner can be reused.
+    /// The ends of operations. Events without another owner can be reused.
     after: Vec<Arc<Event>>,
 }
 
@@ -143,7 +143,7 @@ unsafe impl Send for NcclCommunicator {}
 unsafe impl Sync for NcclCommunicator {}
 
 impl NcclCommunicator {
-    /// Returns the communicator of all ranks; returns when all ranks have called it.
+    /// Creates the communicator of all ranks. Returns when all ranks have called it.
     pub(super) fn world(
         device: &Arc<Device>,
         id: sys::ncclUniqueId,
@@ -159,7 +159,7 @@ impl NcclCommunicator {
         Self::new(device, raw)
     }
 
-    /// Returns the communicator of the ranks of one colour; returns when all ranks of this one have called
+    /// Creates the communicator of the ranks with this colour. Returns when all ranks of this communicator have called
     /// it.
     pub(super) fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Self>> {
         const NO_COLOR: i32 = -1;
@@ -192,7 +192,7 @@ impl NcclCommunicator {
         Ok(NcclCommunicator { raw, stream, device, events })
     }
 
-    /// This rank's number in the communicator, and the number of ranks.
+    /// Returns this rank's number in the communicator, and the number of ranks.
     pub(super) fn rank_and_size(&self) -> Result<(usize, usize)> {
         let (mut rank, mut size) = (MaybeUninit::uninit(), MaybeUninit::uninit());
         // SAFETY: NCCL sets both where it reports success, which is checked before they are read.
@@ -206,7 +206,7 @@ impl NcclCommunicator {
         }
     }
 
-    /// Enqueues an operation after the operators so far; its event is not joined yet.
+    /// Enqueues an operation after the operators so far. Its event is not joined yet.
     ///
     /// # Safety
     /// The addresses that `operation` passes are valid for the lengths that it passes, and nothing
@@ -238,7 +238,7 @@ impl NcclCommunicator {
         Ok(after)
     }
 
-    /// Returns the blocks the host until an event of this communicator has completed.
+    /// Blocks the host until an event of this communicator has completed.
     pub(super) fn await_event(&self, event: &Event) -> Result<()> {
         while !event.is_done() {
             self.device.health.check()?;
@@ -251,7 +251,7 @@ impl NcclCommunicator {
         Ok(())
     }
 
-    /// Returns the blocks the host until the communicator's stream is empty.
+    /// Blocks the host until the communicator's stream is empty.
     pub(super) fn finish(&self) -> Result<()> {
         let event = {
             let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
@@ -268,7 +268,7 @@ impl NcclCommunicator {
         self.await_event(&event)
     }
 
-    /// Returns the communicator's asynchronous error since the last call, if any.
+    /// Returns the communicator's asynchronous error since the last call, if there is an error.
     fn check(&self) -> Result<()> {
         let mut state = sys::ncclResult_t::ncclSuccess;
         // SAFETY: the communicator is valid, and the caller holds the lock.

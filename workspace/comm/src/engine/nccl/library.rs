@@ -1,7 +1,7 @@
 //! NCCL's functions, loaded on first use.
 //!
 //! Runtime packages install the library only under its versioned name (`libnccl.so.2`), which
-//! cudarc's loader does not look for. The types are cudarc's.
+//! cudarc's loader does not try. The types are cudarc's.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -15,12 +15,12 @@ use moh_kernels::with_cause;
 use super::communicator::failed;
 use crate::error::Result;
 
-/// File names of the library, in the order in which they are tried.
+/// File names of the library, in the order of the attempts.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 static FUNCTIONS: OnceLock<std::result::Result<Functions, String>> = OnceLock::new();
 
-/// Loads NCCL; every other function of this module requires it.
+/// Loads NCCL. All other functions of this module require it.
 pub(super) fn load() -> Result<()> {
     match FUNCTIONS.get_or_init(|| open(&NAMES).and_then(Functions::new)) {
         Ok(_) => Ok(()),
@@ -50,7 +50,7 @@ macro_rules! functions {
     ($($name:ident($($argument:ident: $kind:ty),*) -> $result:ty;)*) => {
         #[allow(non_snake_case)]
         struct Functions {
-            /// Dropping it would unload the functions.
+            /// Kept, since dropping it would unload the functions.
             _library: Library,
             $($name: unsafe extern "C" fn($($kind),*) -> $result,)*
         }
@@ -68,10 +68,10 @@ macro_rules! functions {
         }
 
         $(
-            /// See nccl.h.
+            /// Calls the function of this name in nccl.h.
             ///
             /// # Safety
-            /// See nccl.h; [`load`] must have succeeded.
+            /// See nccl.h. In addition, [`load`] must have succeeded.
             #[allow(non_snake_case, unsafe_code)]
             pub(super) unsafe fn $name($($argument: $kind),*) -> $result {
                 // SAFETY: the caller's promise.

@@ -1,8 +1,8 @@
 //! NCCL between GPUs, one GPU per rank.
 //!
-//! All collectives of a group use one communicator. Messages use two communicators of the world,
-//! one to higher ranks and one to lower ranks: a message that waits for its receiver then blocks
-//! neither collectives nor messages in the other direction, so that pipeline stages can send before
+//! All collectives of a group use a single communicator. Messages use two communicators of the world,
+//! for higher and for lower ranks. So a message that waits for its receiver blocks neither
+//! collectives nor messages in the other direction, and pipeline stages can send before
 //! they receive. A message is copied first, so that its sender can continue.
 
 mod communicator;
@@ -30,7 +30,7 @@ struct Shared {
 
 struct PendingSend {
     copy: <Cuda as Memory>::Buffer<u8>,
-    /// None where it has not been used yet.
+    /// `None` if the copy has not been used yet.
     sent: Option<Arc<Event>>,
 }
 
@@ -49,7 +49,7 @@ struct Nccl {
     barrier_buffer: Mutex<<Cuda as Memory>::Buffer<u32>>,
 }
 
-/// Returns the id that rank 0 gives to all ranks so that they can connect.
+/// Returns the id with which all ranks connect. Rank 0 creates it.
 pub(crate) fn unique_id() -> Result<Vec<u8>> {
     library::load()?;
     let mut id = sys::ncclUniqueId { internal: [0; 128] };
@@ -230,7 +230,7 @@ impl Engine for Nccl {
         let copied = address(Cuda::region(Cuda::view(&copy, 0..bytes)));
         let copied = copied.ok_or_else(|| on_the_host("send"))?;
         let (rank, to) = (self.ranks[self.rank], self.ranks[to]);
-        // SAFETY: both are `bytes` long. The copy stays in the send queue until it is sent; the
+        // SAFETY: both are `bytes` long. The copy stays in the send queue until it is sent. The
         // region changes only after the operators so far, which include the copy.
         #[allow(unsafe_code)]
         let sent = unsafe {
@@ -242,7 +242,7 @@ impl Engine for Nccl {
             })?
         };
         send_queue.push(PendingSend { copy, sent: Some(sent) });
-        // The caller has nothing to wait for.
+        // The caller does not need to wait.
         Ok(None)
     }
 
@@ -324,7 +324,7 @@ impl Engine for Nccl {
 mod tests {
     use super::*;
 
-    /// Returns the engine of a world of one rank; groups of one rank normally have none.
+    /// Returns the engine of a world of a single rank. Usually a group of one rank has no engine.
     fn engine() -> (Cuda, Arc<dyn Engine>) {
         let health = Arc::new(Health::new(Arc::new(|_| ())));
         let cuda = Cuda::new(0).unwrap();

@@ -1,5 +1,5 @@
-//! Every operation of a group against plain loops: the same body on every engine. Each rank calls
-//! [`check`]; rank r's elements are a function of r, so that every rank knows the expected results.
+//! Compares every operation of a group with plain loops: the same body for every engine. Each rank calls
+//! [`check`]. A rank's elements are a function of the rank, so that every rank knows the expected results.
 
 use half::bf16;
 use moh_comm::{Group, RankLayout, Reduce};
@@ -20,7 +20,7 @@ fn scrambled(rank: usize, at: usize) -> u64 {
 }
 
 fn fraction(rank: usize, at: usize) -> f64 {
-    // Sums of these depend on their order, in f32 and in f64.
+    // The sums of such values depend on their order, in f32 and in f64.
     (scrambled(rank, at) as f64 / u64::MAX as f64 - 0.5) * 10f64.powi((at % 7) as i32 - 3)
 }
 
@@ -62,7 +62,7 @@ fn reduced<S: Case>(reduce: Reduce, size: usize, at: usize) -> S {
     }
 }
 
-/// Every operation, on every element type.
+/// Checks every operation, with every element type.
 pub fn check(group: &Group) {
     all_types(group);
     long_buffers(group);
@@ -117,7 +117,7 @@ fn collectives<S: Case>(group: &Group) {
     }
 }
 
-/// Longer than one piece of an exchange.
+/// Checks buffers that are longer than a piece of an exchange.
 fn long_buffers(group: &Group) {
     let (rank, size) = (group.rank(), group.size());
     if size > 3 {
@@ -136,11 +136,11 @@ fn messages(group: &Group) {
         return;
     }
     let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
-    // All ranks send before any receives, and more than any transport buffers.
+    // All ranks send before any rank receives, and they send more than any transport buffers.
     for (tag, len) in [(0, 300_000), (1, 1), (2, 0), (7, 5000)] {
         group.send::<Cpu, f32>(&elements::<f32>(rank, len), next, tag).unwrap();
     }
-    // Two messages with one tag arrive in order.
+    // Two messages with the same tag arrive in order.
     group.send::<Cpu, f32>(&elements::<f32>(rank + 100, 5000), next, 7).unwrap();
     for (tag, len, from) in
         [(7, 5000, previous), (2, 0, previous), (0, 300_000, previous), (7, 5000, previous + 100)]

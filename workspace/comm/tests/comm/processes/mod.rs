@@ -1,4 +1,4 @@
-//! Every operation, and every way a job ends, on processes started by mpirun: each rank runs
+//! Every operation, and every end of a job, in processes started by mpirun. Each rank runs
 //! `rank_of_mpirun` of this test binary.
 
 use std::process::{Child, Command, Output, Stdio};
@@ -14,10 +14,10 @@ use moh_testkit::launcher::Launcher;
 
 const ROLE: &str = "MOH_COMM_TEST_ROLE";
 
-/// The file by which one rank tells another, outside of MPI, that a message has arrived.
+/// The file by which a rank reports to another, outside of MPI, that a message has arrived.
 const ARRIVED: &str = "MOH_COMM_TEST_ARRIVED";
 
-/// The body of each process of the tests below.
+/// Runs the tests below in each process.
 #[test]
 fn rank_of_mpirun() {
     let Ok(role) = std::env::var(ROLE) else { return };
@@ -28,7 +28,7 @@ fn rank_of_mpirun() {
         operation_limit: Duration::from_secs(if role == "hangs" { 1 } else { 120 }),
         on_fault: Arc::new(|fault| {
             eprintln!("on_fault: {fault}");
-            // Others print theirs before mpirun ends them.
+            // Other ranks print their fault before mpirun ends them.
             std::thread::sleep(Duration::from_millis(500));
             std::process::exit(3);
         }),
@@ -63,7 +63,7 @@ fn rank_of_mpirun() {
                 std::fs::write(arrived, []).unwrap();
             } else {
                 group.send::<Cpu, f32>(&elements, 1, 0).unwrap();
-                // Computes, and calls nothing of MPI, until the other rank has the message.
+                // Computes, and makes no MPI call, until the other rank has the message.
                 let start = Instant::now();
                 while !arrived.exists() {
                     assert!(start.elapsed() < Duration::from_secs(60), "it did not arrive");
@@ -122,7 +122,7 @@ fn every_operation_is_right_on_processes() {
     }
 }
 
-/// Runs a job that its last rank ends; returns the other ranks' output.
+/// Runs a job that its last rank ends. Returns the other ranks' output.
 fn ends(role: &str, size: usize) -> String {
     let start = Instant::now();
     let output = mpirun(size, role);
@@ -146,7 +146,7 @@ fn a_rank_that_ends_ends_the_job_and_is_named() {
         let said = ends(role, size);
         assert!(expected.iter().all(|part| said.contains(part)), "{role}: {said}");
     }
-    // mpirun may be faster than the liveness thread, and names the rank as well.
+    // mpirun may be faster than the liveness thread, and also names the rank.
     let said = ends("dies", 2);
     assert!(said.contains("on_fault: rank 1 (") || said.contains("process rank 1"), "{said}");
 }
@@ -155,7 +155,7 @@ fn a_rank_that_ends_ends_the_job_and_is_named() {
 fn a_message_arrives_while_its_sender_computes() {
     let directory = tempfile::tempdir().unwrap();
     let settings = |command: &mut Command| {
-        // As between machines: the receiver cannot take it from the sender's memory.
+        // As between machines: the receiver cannot read the message from the sender's memory.
         command.args(["--mca", "btl_vader_single_copy_mechanism", "none"]);
         command.env(ARRIVED, directory.path().join("arrived"));
     };
@@ -177,7 +177,7 @@ fn errors_of_mpi_are_errors() {
 
 #[test]
 fn ranks_that_mpi_does_not_know_are_refused() {
-    // As torchrun starts them, without MPI.
+    // Started as torchrun does, without MPI.
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let rank = |rank: &str| {
         Command::new(std::env::current_exe().unwrap())

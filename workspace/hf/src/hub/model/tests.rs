@@ -139,7 +139,7 @@ fn a_broken_download_goes_on_where_it_stopped() {
     let mut first = None;
     let path = hub
         .resolve(FileSet::Model, ID, None, &mut |bytes, _| {
-            // Beyond the other files.
+            // More bytes than the other files have.
             if bytes > 100 && first.is_none() {
                 first = Some(bytes);
             }
@@ -279,7 +279,7 @@ fn a_commit_that_was_downloaded_is_found_in_the_cache_while_its_weights_are_ther
     assert_eq!(commit_of(dir.path()), None);
     assert_eq!(cached(ID, "main").as_ref(), Some(&path));
     server.log();
-    // Another process has moved the branch since.
+    // Another process has moved the branch in the meantime.
     let reference = dir.path().join("hub/models--org--tiny/refs/main");
     fs::write(reference, COMMIT.replace('0', "f")).unwrap();
     assert_eq!(cached(ID, COMMIT).as_ref(), Some(&path));

@@ -14,13 +14,13 @@ fn drawn(chart: &LineChart) -> String {
     chart.draw(SIZE).into_string()
 }
 
-/// Values that decrease a little, but for the first one, which is far above.
+/// Returns values that decrease slowly, except the first, which is far above.
 fn falling() -> Vec<(f64, f64)> {
     let value = |x: f64| if x == 0.0 { 9.5 } else { 3.0 - x / 100.0 };
     (0..100).map(f64::from).map(|x| (x, value(x))).collect()
 }
 
-/// Returns the number behind the first `start` of a drawing.
+/// Returns the number after the first `start` in a drawing.
 fn after(text: &str, start: &str) -> f64 {
     let rest = text.split(start).nth(1).unwrap();
     rest.split([' ', '"']).next().unwrap().parse().unwrap()
@@ -62,7 +62,7 @@ fn the_last_label_of_the_axis_is_not_cut_off() {
     {
         let lines = vec![line("training", vec![(first, 1.0), (last, 2.0)], Look::default())];
         let svg = LineChart { log_across, ..chart(lines) }.draw(small).into_string();
-        // It ends there, however wide it is.
+        // The label ends at the edge, however wide it is.
         let (before, _) = svg.split_once(&format!("text-anchor=\"end\">{label}<")).unwrap();
         let place = after(before.rsplit("<text").next().unwrap(), " x=\"");
         assert!(place < 400.0, "{place}");
@@ -77,7 +77,7 @@ fn a_logarithmic_axis_shows_the_values_that_take_much_of_it() {
     let chart = chart(vec![line("training", points, Look::default())]);
     assert!(chart.values().is_below(3.0));
     let chart = LineChart { log_across: true, ..chart };
-    // All but the first of five powers of ten, of which a twentieth is left out, and not a failed step.
+    // The axis shows the values of five powers of ten, except the first twentieth, and not the failed step.
     assert!(chart.values().contains(loss(2.0).1) && chart.values().is_below(76.0));
 }
 
@@ -123,7 +123,7 @@ fn a_logarithmic_axis_gives_each_power_of_ten_the_same_room() {
         tags.map(|tag| (after(tag, "cx=\""), after(tag, "cy=\""))).collect()
     };
     let near = |a: f64, b: f64| (a - b).abs() < 0.2;
-    // The value that has no logarithm is not drawn, and the place that has none is at the left end.
+    // A value without a logarithm is not drawn; a place without a logarithm is at the left end.
     let chart = LineChart { log_across: true, log_values: true, ..linear.clone() };
     let [start, thousand, million] = places(&chart)[..] else { panic!() };
     assert_eq!(start.0, thousand.0);

@@ -1,4 +1,4 @@
-//! Groups of tensors that train at rates of their own, or not at all, on every layout of ranks.
+//! Groups of tensors that train at their own rates, or are frozen, on every layout of ranks.
 
 use moh_model::layout::Segment;
 use moh_model::tensors::TensorGroup;
@@ -28,7 +28,7 @@ fn bits(rank: &mut Rank<f32>, group: TensorGroup) -> Vec<u32> {
     bits
 }
 
-/// Returns a rank whose attention has this factor, after a step at this rate; and its gradient norm.
+/// Returns a rank after a step at `rate`, with this factor for attention; and its gradient norm.
 fn trained(world: &World, ranks: Ranks, attention: f64, rate: f64) -> (Rank<f32>, f64) {
     let mut rank = Rank::<f32>::new(world, ranks);
     rank.stepper.config.optimizer.clip_norm = UNCLIPPED;

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Samples of which some tokens are no targets.
+/// Samples with some tokens that are not targets.
 #[derive(Clone, Copy)]
 struct Masked {
     /// Whether token `at` of the window of `sample` is trained on.
@@ -57,7 +57,7 @@ fn on_layouts(work: impl Fn(&World, Ranks) + Sync) {
     }
 }
 
-/// Whole sequences and parts of them, so that data ranks have other numbers of targets.
+/// Selects whole sequences and parts of them, so that data ranks have different numbers of targets.
 fn some(sample: u64, at: u64) -> bool {
     sample != 1 && !(sample * 5 + at * 3).is_multiple_of(4) && (sample != 2 || at > 6)
 }
@@ -103,7 +103,7 @@ fn every_layout_takes_the_same_step() {
     for (data, tensor, pipeline) in LAYOUTS {
         let found = results(data, tensor, pipeline);
         assert_eq!(found.targets, alone.targets);
-        // Sums in other orders.
+        // The sums are added in other orders.
         assert!((found.loss / alone.loss - 1.0).abs() < 1e-6, "{found:?}");
         assert!((found.grad_norm / alone.grad_norm - 1.0).abs() < 1e-5, "{found:?}");
     }

@@ -1,5 +1,4 @@
-//! What an input is compressed with, by its first bytes, and the decoders; encodings that are not decoded are
-//! refused with a remedy.
+//! The compression of an input, by its first bytes, and the decoders. Other encodings are rejected with a remedy.
 
 use std::io::{self, BufRead, Read};
 use std::path::{Path, PathBuf};
@@ -18,9 +17,9 @@ pub(crate) enum Compression {
     Xz,
 }
 
-/// bzip2's first bytes but for the level, a digit after the first three.
+/// bzip2's first bytes, except the level, a digit after the first three bytes.
 const BZIP2: (&[u8], &[u8]) = (b"BZh", b"1AY&SY");
-/// bzip2's bytes after the level of a file without content.
+/// bzip2's bytes after the level, for a file without content.
 const EMPTY_BZIP2: &[u8] = b"\x17\x72\x45\x38\x50\x90";
 /// Encodings that are not decoded: their first bytes, their name, and a program that decodes them to
 /// standard output.
@@ -29,15 +28,15 @@ const REFUSED: [(&[u8], &str, &str); 3] = [
     (b"PK\x03\x04", "zip", "unzip -p"),
     (b"7z\xbc\xaf\x27\x1c", "7-Zip", "7z x -so"),
 ];
-/// Byte-order marks of text that is not UTF-8, and the name of its encoding; the longer ones first.
+/// Byte-order marks of text that is not UTF-8, and the name of its encoding; longer marks first.
 const BYTE_ORDER_MARKS: [(&[u8], &str); 4] = [
     (b"\xff\xfe\0\0", "UTF-32"),
     (b"\0\0\xfe\xff", "UTF-32"),
     (b"\xff\xfe", "UTF-16"),
     (b"\xfe\xff", "UTF-16"),
 ];
-/// The base 2 logarithms of the smallest window limit of a decoder, which what is written without options needs,
-/// and of the largest.
+/// The base 2 logarithms of the smallest and of the largest window limit of a decoder. Files written without options
+/// need the smallest limit.
 const WINDOW_LOGS: (u32, u32) = (23, 31);
 
 impl Compression {
@@ -46,7 +45,7 @@ impl Compression {
     /// Returns the compression of an input that starts with these bytes.
     pub(crate) fn of(start: &[u8]) -> Self {
         let (first, block) = BZIP2;
-        // A frame of Zstandard that holds no text, as pzstd writes.
+        // A frame of Zstandard without text, as pzstd writes.
         let is_skippable_frame = matches!(start, [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..]);
         if start.starts_with(b"\x1f\x8b") {
             Compression::Gzip
@@ -92,7 +91,7 @@ impl Compression {
     }
 }
 
-/// Why an input that starts with these bytes cannot be read.
+/// Returns why an input that starts with these bytes cannot be read, or `None`.
 pub(crate) fn refusal(path: &Path, start: &[u8]) -> Option<String> {
     let name = match is_standard_input(path) {
         true => PathBuf::from("FILE"),
@@ -128,10 +127,10 @@ pub(crate) fn refusal(path: &Path, start: &[u8]) -> Option<String> {
 
 const GZIP_MAGIC: &[u8] = b"\x1f\x8b";
 
-/// Decodes the members of a file of gzip one after another. What follows the last one is ignored, as gzip itself does:
+/// Decodes the members of a gzip file one after another. Bytes after the last member are ignored, as by gzip itself:
 /// zeros that fill a tape's block, or a signature.
 struct Members<R> {
-    /// Always there between calls.
+    /// `Some` between calls.
     member: Option<GzDecoder<R>>,
     is_finished: bool,
 }
@@ -151,7 +150,7 @@ impl<R: BufRead> Read for Members<R> {
                 return Ok(read);
             }
             let Some(mut reader) = self.member.take().map(GzDecoder::into_inner) else { break };
-            // A buffer of the reader may end between the two bytes; one of them is enough to go on.
+            // A buffer of the reader may end between the two bytes. The first byte is enough to continue.
             let rest = reader.fill_buf()?;
             self.is_finished =
                 rest.is_empty() || !GZIP_MAGIC.starts_with(&rest[..rest.len().min(2)]);

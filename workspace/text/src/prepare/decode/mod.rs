@@ -1,6 +1,5 @@
-//! The bytes of an input: a file or, named `-`, standard input, decompressed. What it is compressed with is
-//! decided by its first bytes, never by its name. Nothing is held but the decoder's window and what was
-//! looked at before.
+//! The decompressed bytes of an input: a file, or standard input, named `-`. The first bytes decide the compression,
+//! never the name. Memory holds only the decoder's window and the bytes that were peeked at.
 
 mod compression;
 #[cfg(test)]
@@ -23,21 +22,21 @@ const BUFFER_BYTES: usize = 1 << 18;
 /// Bytes that are discarded at once on the way to a place in a compressed input.
 const SKIPPED_BYTES: u64 = 1 << 20;
 
-/// The decoded bytes of an input, from some place on.
+/// The decoded bytes of an input, from a place on.
 pub(crate) struct Decoded {
     path: PathBuf,
     pub(crate) compression: Compression,
     source: Box<dyn Read + Send>,
-    /// What was looked at and is not read yet.
+    /// Decoded bytes that were peeked at, but not read.
     ahead: Vec<u8>,
-    /// Bytes of the file as stored that were read.
+    /// Stored bytes of the file that were read.
     stored: Arc<AtomicU64>,
     /// Decoded bytes that left the decoder.
     decoded: u64,
 }
 
 impl Decoded {
-    /// Decodes `path`, which is read from `source`; a decoder's window takes at most `max_window_bytes`.
+    /// Decodes `path`, which is read from `source`. A decoder's window has at most `max_window_bytes`.
     pub(crate) fn new(path: &Path, source: Source, max_window_bytes: usize) -> Result<Self> {
         let stored = Arc::new(AtomicU64::new(0));
         let mut source = Counted { source, stored: stored.clone() };
@@ -61,7 +60,7 @@ impl Decoded {
         Ok(Self { path, compression, source, ahead, stored, decoded })
     }
 
-    /// Decodes a file from `offset` on, a number of decoded bytes.
+    /// Decodes a file from `offset` on, counted in decoded bytes.
     pub(crate) fn open_at(path: &Path, offset: u64, max_window_bytes: usize) -> Result<Self> {
         let open = || File::open(path).map_err(moh_files::io(path));
         let mut decoded = Self::new(path, Box::new(open()?), max_window_bytes)?;
@@ -89,7 +88,7 @@ impl Decoded {
         Ok(decoded)
     }
 
-    /// Decoded bytes before the next one.
+    /// Returns the number of decoded bytes before the next byte.
     pub(crate) fn offset(&self) -> u64 {
         self.decoded - self.ahead.len() as u64
     }
@@ -98,14 +97,14 @@ impl Decoded {
         self.stored.load(Ordering::Relaxed)
     }
 
-    /// Appends up to `bytes` to `buffer`, fewer only at the end, and returns how many.
+    /// Appends up to `bytes` bytes to `buffer`, fewer only at the end. Returns their number.
     pub(crate) fn fill(&mut self, buffer: &mut Vec<u8>, bytes: usize) -> Result<usize> {
         let from_ahead = bytes.min(self.ahead.len());
         buffer.extend(self.ahead.drain(..from_ahead));
         Ok(from_ahead + self.decode(buffer, bytes - from_ahead)?)
     }
 
-    /// Returns the next bytes, up to `bytes` of them and fewer only at the end; they stay to be read.
+    /// Returns the next bytes without reading them, fewer than `bytes` only at the end.
     pub(crate) fn peek(&mut self, bytes: usize) -> Result<&[u8]> {
         let mut ahead = std::mem::take(&mut self.ahead);
         let missing = bytes.saturating_sub(ahead.len());
@@ -117,7 +116,7 @@ impl Decoded {
 
     fn decode(&mut self, buffer: &mut Vec<u8>, bytes: usize) -> Result<usize> {
         let before = buffer.len();
-        // Nothing in advance: the buffer may be that of a record of many megabytes.
+        // Not more: the buffer may be a record of many megabytes.
         buffer.reserve_exact(bytes);
         let read = self.source.by_ref().take(bytes as u64).read_to_end(buffer);
         let decoded = buffer.len() - before;
@@ -145,7 +144,7 @@ impl Decoded {
     }
 }
 
-/// Its errors are those of [`Decoded::fill`].
+/// Fails as [`Decoded::fill`].
 impl Read for Decoded {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         if !self.ahead.is_empty() {

@@ -50,7 +50,7 @@ const ENCODERS: [(Compression, Encode); 4] = [
     (Compression::Xz, xz),
 ];
 
-/// All that is decoded of a file from `offset` on.
+/// Decodes a file from `offset` on.
 fn decoded_from(bytes: &[u8], offset: u64, max_window_bytes: usize) -> Result<Vec<u8>> {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.txt");

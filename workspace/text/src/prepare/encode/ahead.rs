@@ -1,5 +1,5 @@
-//! Loading a tokenizer into the faster library while the slower one loads it: with a hundred thousand tokens each
-//! takes a third of a second.
+//! Loads a tokenizer into the faster library while the slower library loads it: with a hundred thousand tokens, each
+//! load takes a third of a second.
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -9,15 +9,15 @@ use moh_data::{TokenizerJson, TokenizerSource};
 
 use super::library::Pipeline;
 
-/// A tokenizer that a thread of its own loads into the faster library.
+/// A tokenizer that its own thread loads into the faster library.
 #[derive(Debug)]
 pub struct LoadAhead(Mutex<Option<JoinHandle<Option<Loaded>>>>);
 
 type Loaded = (TokenizerJson, Pipeline);
 
 impl LoadAhead {
-    /// Begins to load a `tokenizer.json`. A file that the library does not take is loaded later, as the slower
-    /// library writes it.
+    /// Starts to load a `tokenizer.json`. If the faster library rejects the file, the tokenizer is loaded later, as the
+    /// slower library writes it.
     pub fn start(path: &Path) -> Self {
         let path = path.to_path_buf();
         let load = move || {
@@ -28,7 +28,7 @@ impl LoadAhead {
         Self(Mutex::new(Some(std::thread::spawn(load))))
     }
 
-    /// What was loaded, once, if the slower library has loaded the same.
+    /// Returns the loaded tokenizer, once, if the slower library has loaded the same.
     pub(super) fn take(&self, json: &TokenizerJson) -> Option<Pipeline> {
         let thread = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         let (loaded, pipeline) = thread?.join().ok()??;

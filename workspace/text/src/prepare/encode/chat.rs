@@ -1,6 +1,7 @@
-//! Conversations to ids and the mask of what a model is trained on: one encoding of the whole text that the chat
-//! template renders, as transformers' `apply_chat_template` makes, by the slower library, which tells the bytes that
-//! each id stands for. Nothing is put before or after the text: the template writes BOS and the ends of turns.
+//! Converts conversations to ids and the mask of tokens that a model is trained on. The whole text that the chat
+//! template renders is encoded at once, as by transformers' `apply_chat_template`. The slower library encodes it,
+//! because it also returns the bytes of each id. Nothing is put before or after the text: the template writes BOS and
+//! the ends of turns.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -37,8 +38,8 @@ impl<'a> ChatEncoder<'a> {
         Ok(Self { tokenizer, chat, special: SpecialNames::new(tokenizer) })
     }
 
-    /// Renders a record that the fields of conversations make: an object with `messages` and `tools`. A failure is the
-    /// record's, but for [`Error::Interrupted`], soon after `stop` is set.
+    /// Renders a record of the fields of conversations: an object with `messages` and `tools`. Errors are the record's,
+    /// except [`Error::Interrupted`], soon after `stop` is set.
     pub(crate) fn render(&self, record: &str, stop: &AtomicBool) -> Result<Rendered> {
         let conversation = Arc::new(Conversation::parse(record)?);
         let text = self.chat.template.training_text(&conversation, self.chat.turns, stop)?;
@@ -47,7 +48,7 @@ impl<'a> ChatEncoder<'a> {
         Ok(Rendered { text, special })
     }
 
-    /// Returns the ids of a rendered conversation, with 1 for each that is trained on, and 0 for the others.
+    /// Returns the ids of a rendered conversation, and its mask: 1 for each id that is trained on, otherwise 0.
     pub(crate) fn encode(&self, rendered: &Rendered) -> Result<(Vec<u32>, Vec<u8>)> {
         let TrainingText { text, trained, is_exact, .. } = &rendered.text;
         let tokens = self.tokenizer.encode_with_ranges(text)?;
@@ -59,7 +60,7 @@ impl<'a> ChatEncoder<'a> {
             if !is_exact {
                 range.end = end_of_turn(text, &tokens[next..], &range, is_special);
             }
-            // Those whose bytes overlap, and all between the first and the last of them.
+            // Trains on all ids from the first to the last with bytes in the range.
             let overlaps = |(_, token): &Token| token.start < range.end && token.end > range.start;
             let Some(first) = tokens[next..].iter().position(overlaps) else { continue };
             let first = next + first;
@@ -73,8 +74,8 @@ impl<'a> ChatEncoder<'a> {
     }
 }
 
-/// Returns the end of a turn within the range of its text: the end of its last special token, if nothing but white
-/// space follows that, such as the newline after <|im_end|>, which no model has to generate.
+/// Returns the end of a turn within the range of its text. If only white space follows the last special token, the turn
+/// ends with this token: no model has to generate the newline after <|im_end|>.
 fn end_of_turn(
     text: &str,
     tokens: &[Token],
@@ -109,7 +110,7 @@ impl SpecialNames {
             let Some(name) = tokenizer.token(id).filter(|name| !name.is_empty()) else { continue };
             names.entry(name.as_bytes()[0]).or_default().push((name, id));
         }
-        // The longest one that is there counts.
+        // The longest name that matches counts.
         names.values_mut().for_each(|names| names.sort_by_key(|(name, _)| usize::MAX - name.len()));
         Self { names }
     }

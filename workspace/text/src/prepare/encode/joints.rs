@@ -1,31 +1,33 @@
-//! The words of a tokenizer for which the whole text is one word (`Words::None` of `shape`). If no token of the
-//! vocabulary holds two characters side by side, then no merge ever joins what is before and after a place between two
-//! such characters. Merges are applied by rank and then from left to right, and the merges of one side change neither
-//! the pairs nor the order of the other's. No token spans both sides for being unknown, because the bytes of unknown
-//! characters are tokens, which no merge joins, and the vocabulary is not consulted for whole words. So the text falls
-//! into words at all such places.
+//! Splits texts into words if the whole text is one word for the tokenizer (`Words::None` of `shape`). A text can be
+//! split between two characters that stand side by side in no token of the vocabulary:
+//!
+//! 1. No merge ever joins the two sides of such a place.
+//! 2. Merges are applied by rank and then from left to right, so the merges of one side change neither the pairs nor
+//!    the order of the other side.
+//! 3. No unknown token spans both sides: the bytes of unknown characters are tokens, which no merge joins, and whole
+//!    words are not looked up in the vocabulary.
 
 use moh_data::{TokenizerJson, byte_token};
 use tokenizers_1::pipeline::Span;
 
 use super::shape::SPACE_MARK;
 
-/// The pairs of characters that stand side by side in a token, by the last byte of the first character and the
-/// first of the second. Other characters with those bytes count as joined too, and a byte that continues a character
-/// is joined with all.
+/// The pairs of characters that stand side by side in a token, by the last byte of the first character and the first
+/// byte of the second. Other characters with these bytes also count as joined. A byte that continues a character is
+/// joined with every byte.
 #[derive(Debug)]
 pub(super) struct Joints {
     /// By the byte before: a bit for each byte after.
     joined: Box<[[u64; 4]; 256]>,
 }
 
-/// The first byte of [`SPACE_MARK`] here; in UTF-8 that of other characters as well.
+/// The first byte of [`SPACE_MARK`] here. Its first byte in UTF-8 also begins other characters.
 const SPACE: u8 = b' ';
-/// The first bytes of [`SPACE_MARK`] in UTF-8, and the others.
+/// The first byte of [`SPACE_MARK`] in UTF-8, and its other bytes.
 const MARK: (u8, [u8; 2]) = (0xE2, [0x96, 0x81]);
 
 impl Joints {
-    /// Returns the joints of a tokenizer; `None` if any characters may be joined.
+    /// Returns the joints of a tokenizer, or `None` if any characters may be joined.
     pub(super) fn new(json: &TokenizerJson) -> Option<Self> {
         let mut joints = Self { joined: Box::new([[0; 4]; 256]) };
         let model = &json.fields["model"];
@@ -67,7 +69,7 @@ impl Joints {
         self.joined[usize::from(before)][usize::from(after / 64)] >> (after % 64) & 1 == 1
     }
 
-    /// The words of a text whose spaces are [`SPACE_MARK`]: they begin where no token joins two characters.
+    /// Splits a text with [`SPACE_MARK`] for spaces into `words`, which start where no token joins two characters.
     pub(super) fn words(&self, text: &str, words: &mut Vec<Span>) {
         words.clear();
         let text = text.as_bytes();

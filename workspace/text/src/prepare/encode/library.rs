@@ -1,6 +1,6 @@
-//! The faster library, tokenizers 1.0. It is a release candidate that recognises a word of its vocabulary by half
-//! of a 64-bit hash, so that one in 4 billion unknown words becomes another word's token. Hence no ids leave here
-//! that do not spell their text (`spelling`), and its panics are caught.
+//! The faster library, tokenizers 1.0, a release candidate. It recognises a word of its vocabulary by half of a 64-bit
+//! hash, so one in 4 billion unknown words becomes another word's token. Hence ids are used only if they spell their
+//! text (`spelling`). The library's panics are caught.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -27,9 +27,9 @@ pub(super) struct Library {
     pipeline: PipelineTokenizer,
     options: EncodeOptions,
     pub(super) spelling: Spelling,
-    /// Whether a text becomes its NFC first.
+    /// Whether a text is first normalized to NFC.
     nfc: bool,
-    /// Of a tokenizer for which a text is one word: what splits it all the same.
+    /// Splits texts into words, if the whole text is one word for the tokenizer.
     joints: Option<Joints>,
     lacking: Lacking,
     /// The buffers of each thread that encodes words.
@@ -39,19 +39,18 @@ pub(super) struct Library {
 /// A tokenizer as the faster library loads it.
 pub(super) struct Pipeline {
     tokenizer: PipelineTokenizer,
-    /// All that it was loaded from, but for the vocabulary and the merges.
+    /// The fields that it was loaded from, except the vocabulary and the merges.
     fields: Value,
     lacking: Lacking,
 }
 
-/// The ids of the bytes that a vocabulary has no tokens for, which the library demands of it. Their ids follow those of
-/// the vocabulary, so that added tokens have later ones there than here. A text with one of them is not spelt by its
-/// ids.
+/// Ids of bytes without a token in the vocabulary. The library requires a token for every byte. The bytes' ids follow
+/// the vocabulary's ids, so added tokens have larger ids there than here. Ids do not spell a text with such a byte.
 #[derive(Clone)]
 struct Lacking(Range<u32>);
 
 impl Lacking {
-    /// Returns the ids, and the vocabulary with tokens for them.
+    /// Returns the ids, and the vocabulary with their tokens.
     fn of<'a>(json: &'a TokenizerJson, fields: &Value) -> Result<(Self, Cow<'a, str>), String> {
         let vocabulary = json.vocabulary.get();
         let is_missing =
@@ -90,7 +89,7 @@ impl Pipeline {
         Ok(Self { tokenizer, fields, lacking })
     }
 
-    /// Returns whether a tokenizer is the same, but for the vocabulary and the merges.
+    /// Returns whether a tokenizer is the same, except for the vocabulary and the merges.
     pub(super) fn has_fields_of(&self, json: &TokenizerJson) -> bool {
         canonical_fields(json).is_ok_and(|fields| fields == self.fields)
     }
@@ -99,19 +98,19 @@ impl Pipeline {
 /// Returns the fields of a tokenizer in the library's own form, without vocabulary and merges.
 fn canonical_fields(json: &TokenizerJson) -> Result<Value, String> {
     let mut fields = json.fields.clone();
-    // The ids around a text are added by the encoder, and nothing decodes here.
+    // The encoder adds the ids around a text, and nothing decodes here.
     for part in ["post_processor", "decoder"] {
         fields[part] = Value::Null;
     }
-    // A model of BPE is recognised by them.
+    // The library recognises a BPE model by these fields.
     fields["model"]["vocab"] = json!({});
     fields["model"]["merges"] = json!([]);
     canonicalize_value(&mut fields).map_err(|error| error.to_string())?;
     Ok(fields)
 }
 
-/// Returns the tokenizer with these fields and this vocabulary, of which the merges are what the slower library writes,
-/// too.
+/// Returns the JSON of the tokenizer with these fields, this vocabulary, and the merges as the slower library writes
+/// them.
 fn canonical(fields: &Value, json: &TokenizerJson, vocabulary: &str) -> serde_json::Result<String> {
     let [model, others] = [&fields["model"], fields].map(Value::to_string);
     let mut model: BTreeMap<&str, &RawValue> = serde_json::from_str(&model)?;
@@ -123,14 +122,14 @@ fn canonical(fields: &Value, json: &TokenizerJson, vocabulary: &str) -> serde_js
     serde_json::to_string(&all)
 }
 
-/// What the model keeps between texts, above all the ids of frequent words.
+/// Data that the model caches between texts, above all the ids of frequent words.
 struct Buffers {
     model: PipelineModelScratch,
     words: Vec<Span>,
 }
 
 impl Library {
-    /// Returns the tokenizer of `json`, loaded, with the spelling of its ids.
+    /// Creates the loaded tokenizer of `json`, with the spelling of its ids.
     pub(super) fn new(
         json: &TokenizerJson,
         pipeline: Pipeline,
@@ -150,7 +149,7 @@ impl Library {
         Self { pipeline, options, spelling, nfc, joints, lacking, buffers }
     }
 
-    /// Appends the ids of a text; appends nothing and returns `false` if they do not spell it.
+    /// Appends the ids of a text. If the ids do not spell the text, appends nothing and returns `false`.
     pub(super) fn encode(&self, text: &str, ids: &mut Vec<PipelineToken>) -> bool {
         let before = ids.len();
         let spelt = self.append(text, ids) && {
@@ -164,16 +163,16 @@ impl Library {
         spelt
     }
 
-    /// Appends ids whose spelling is not checked, [`u32::MAX`] for each byte that the vocabulary has no token for;
-    /// `false` if the library fails.
+    /// Appends ids without checking their spelling, [`u32::MAX`] for each byte without a token in the vocabulary.
+    /// Returns `false` if the library fails.
     pub(super) fn append(&self, text: &str, ids: &mut Vec<PipelineToken>) -> bool {
         let (before, Range { start, end }) = (ids.len(), self.lacking.0.clone());
         let append = || match &self.joints {
             Some(joints) => self.append_words(text, joints, ids),
             None => self.pipeline.encode_into(text, &self.options, ids),
         };
-        // The library's buffers are cleared before each use, ours are lost in a panic, and the caller drops the ids
-        // that it leaves.
+        // After a panic, the library's buffers are cleared before their next use, ours are lost, and the caller drops
+        // the ids that were appended.
         let is_done = quietly(append).is_some_and(|done| done.is_ok());
         if start < end {
             for token in &mut ids[before..] {
@@ -187,8 +186,8 @@ impl Library {
         is_done
     }
 
-    /// Appends ids as the library does, but word by word. The library looks a word up before it merges its
-    /// characters, which takes seven times as long.
+    /// Appends ids as the library does, but word by word. The library looks a word up before it merges characters, and
+    /// merging takes seven times as long.
     fn append_words(
         &self,
         text: &str,

@@ -1,5 +1,5 @@
-//! Documents to ids, by tokenizers 1.0 where it is known to give the ids of 0.23, and by 0.23 elsewhere.
-//! The ids are those of [`TextTokenizer::encode`] in every case.
+//! Converts documents to ids, by tokenizers 1.0 where it is known to return the ids of 0.23, and by 0.23 elsewhere. The
+//! ids always equal the result of [`TextTokenizer::encode`].
 
 mod ahead;
 pub(crate) mod chat;
@@ -23,9 +23,9 @@ use crate::prepare::Result;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Encoded {
-    /// With those that the post-processor puts before and after a document.
+    /// The ids, including the post-processor's ids before and after a document.
     pub(crate) ids: Vec<u32>,
-    /// Those of special tokens that the text names, in order; the post-processor adds others.
+    /// The ids of special tokens that the text names, in order, without the post-processor's ids.
     pub(crate) special_in_text: Vec<u32>,
 }
 
@@ -41,7 +41,7 @@ pub(crate) struct Encoder<'a> {
 }
 
 impl<'a> Encoder<'a> {
-    /// Creates an encoder of a tokenizer, of which `ahead` may have loaded something already.
+    /// Creates an encoder of a tokenizer. `ahead` may have loaded the tokenizer already.
     pub(crate) fn new(
         tokenizer: &'a TextTokenizer,
         json: &TokenizerJson,
@@ -60,7 +60,7 @@ impl<'a> Encoder<'a> {
                     .to_owned()),
             };
         let library = shape.and_then(|shape| {
-            // While the faster library is loaded.
+            // While `ahead` loads the faster library.
             let spelling = Spelling::new(json, shape);
             let pipeline = ahead.and_then(|ahead| ahead.take(json));
             let pipeline = pipeline.map_or_else(|| Pipeline::load(json), Ok)?;
@@ -70,7 +70,7 @@ impl<'a> Encoder<'a> {
         Ok(Self { tokenizer, library, special, prefix, suffix })
     }
 
-    /// Why the slower library encodes every document, if it does.
+    /// Returns why the slower library encodes every document, or `None` if it does not.
     pub(crate) fn fallback(&self) -> Option<&str> {
         self.library.as_ref().err().map(String::as_str)
     }
@@ -116,7 +116,7 @@ fn checked(
             return Err(format!("the faster library fails for the text {text:?}"));
         }
         let ids = PipelineToken::cast_slice(&ids);
-        // A text of bytes that the vocabulary lacks is left to the slower library.
+        // The slower library encodes texts with bytes that the vocabulary lacks.
         if !ids.contains(&u32::MAX) && ids != expected {
             return Err(format!("the faster library gives other ids for the text {text:?}"));
         }
@@ -125,7 +125,7 @@ fn checked(
 }
 
 struct Special {
-    /// By id less the first, whether it is special.
+    /// By id minus the first id: whether the id is special.
     is_special: Vec<bool>,
     first: u32,
 }
@@ -140,9 +140,9 @@ impl Special {
     }
 
     fn among(&self, ids: &[u32]) -> Vec<u32> {
-        // Smaller ids wrap to larger ones.
+        // Smaller ids wrap to large numbers.
         let place = |id: &u32| id.wrapping_sub(self.first) as usize;
-        // Most texts name none, which a loop without a branch finds sooner.
+        // Most texts name no special token. A loop without a branch finds that sooner.
         let near = |id: &u32| usize::from(place(id) < self.is_special.len());
         if ids.iter().map(near).sum::<usize>() == 0 {
             return Vec::new();

@@ -1,4 +1,4 @@
-//! Texts for which the two libraries are compared before the faster one is used.
+//! Texts for which the two libraries are compared before the faster library is used.
 
 use moh_data::TokenizerJson;
 
@@ -22,8 +22,8 @@ const TEXTS: [&str; 12] = [
     "ThisIsCamelCase HTTPServer iPhone \u{c9}COLE \u{c9}cole aVeryLongWordThatNoVocabularyHasAsAWholeAntidisestablishmentarianism",
 ];
 
-/// Returns the texts for a tokenizer: those above, all of its added tokens amid others, and every character that the
-/// vocabulary has as one token, because the faster library takes it without its merges.
+/// Returns the texts for a tokenizer: the texts above, all of its added tokens amid other text, and every character
+/// with a token in the vocabulary. The faster library encodes such a character without merges.
 pub(super) fn texts(json: &TokenizerJson, spelling: &Spelling) -> Vec<String> {
     let mut texts: Vec<String> = TEXTS.map(str::to_owned).to_vec();
     texts.push(TEXTS.join("x y"));

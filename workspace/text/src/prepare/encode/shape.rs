@@ -1,14 +1,13 @@
-//! What a tokenizer does around its model, if it is one of the forms that GPT-2, Llama, Mistral, Qwen and Gemma
-//! have. Only of these is it known, and tested, that both libraries give the same ids. Paired with `joints`, `spelling`
-//! and `library`.
+//! The form of a tokenizer around its model, if GPT-2, Llama, Mistral, Qwen or Gemma has this form. Only for these
+//! forms both libraries are known, and tested, to return the same ids. Paired with `joints`, `spelling` and `library`.
 
 use serde_json::{Map, Value};
 
 pub(super) const SPACE_MARK: &str = "\u{2581}";
 
-/// The patterns that split a text into words before BPE, with the models that use them. A match is a run of
-/// letters with at most one character before it and at most a contraction after it, or numbers, or punctuation
-/// with a space before it, or white space. There is no look-behind, and no look-ahead but past white space.
+/// The patterns that split a text into words before BPE, with the models that use them. A match is a run of letters
+/// with at most one character before it and at most a contraction after it, or numbers, or punctuation with a space
+/// before it, or white space. There is no look-behind, and look-ahead only past white space.
 pub(crate) const PATTERNS: [&str; 6] = [
     GPT_2,
     // Llama 3
@@ -27,11 +26,11 @@ pub(crate) const PATTERNS: [&str; 6] = [
      [^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*\
      (?i:'s|'t|'re|'ve|'m|'ll|'d)?|\\p{N}{1,3}|\
      \x20?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-    // Qwen 3.5, whose words include combining marks
+    // Qwen 3.5, with combining marks in words
     "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}|\
      \x20?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
 ];
-/// That of the pre-tokenizer `ByteLevel` itself.
+/// The pattern of the pre-tokenizer `ByteLevel` itself.
 const GPT_2: &str =
     "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
@@ -39,18 +38,18 @@ const GPT_2: &str =
 pub(super) struct Shape {
     pub(super) words: Words,
     pub(super) prepends: Prepends,
-    /// Whether NFC is the text's first change, as Qwen's.
+    /// Whether a text is first normalized to NFC, as Qwen's.
     pub(super) nfc: bool,
 }
 
-/// How a text is split into what the model encodes by itself.
+/// How a text is split into words, which the model encodes separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Words {
     /// By one of the patterns, to the bytes of a byte-level vocabulary.
     Pattern,
-    /// Before each space; a space is [`SPACE_MARK`].
+    /// Before each space. A space is [`SPACE_MARK`].
     Spaces,
-    /// Not at all: a text is one word; a space is [`SPACE_MARK`].
+    /// Not at all: a text is one word. A space is [`SPACE_MARK`].
     None,
 }
 
@@ -59,9 +58,9 @@ pub(super) enum Words {
 pub(super) enum Prepends {
     Never,
     Always,
-    /// Unless it begins with one.
+    /// Unless the text starts with a space.
     UnlessSpace,
-    /// Unless it begins with one, and not after added tokens.
+    /// Unless the text starts with a space, and not after added tokens.
     FirstUnlessSpace,
 }
 
@@ -155,7 +154,7 @@ fn splitter(json: &Value) -> Option<Splitter> {
             }
             _ => None,
         },
-        // Gemma's splits at spaces, of which its normalizer leaves none.
+        // Gemma's pre-tokenizer splits at spaces, but its normalizer has replaced all spaces.
         "Split" if fields.get("pattern")?["String"] == " " => {
             (fields.get("behavior")? == "MergedWithPrevious" && fields.get("invert")? == false)
                 .then_some(Splitter::None)
@@ -180,7 +179,7 @@ fn is_byte_level(fields: &Map<String, Value>, splits: bool) -> bool {
         && is("use_regex", splits)
 }
 
-/// SmolLM's and StarCoder's: each digit is a word.
+/// Returns whether each digit is a word, as for SmolLM and StarCoder.
 fn is_digits(fields: &Map<String, Value>) -> bool {
     fields.get("type").is_some_and(|kind| kind == "Digits")
         && fields.get("individual_digits") == Some(&Value::Bool(true))
@@ -189,8 +188,8 @@ fn is_digits(fields: &Map<String, Value>) -> bool {
 fn is_pattern(fields: &Map<String, Value>) -> bool {
     let is = |name: &str, value: &str| fields.get(name).is_some_and(|field| field == value);
     let inverted = fields.get("invert") == Some(&Value::Bool(true));
-    // The two ways to say that each match is a word: of text without a gap between matches, the removed gaps of an
-    // inverted pattern are its matches.
+    // Both ways make each match a word: if a text has no gaps between matches, the removed gaps of an inverted pattern
+    // are its matches.
     is("type", "Split")
         && is("behavior", if inverted { "Removed" } else { "Isolated" })
         && fields

@@ -1,24 +1,24 @@
-//! What each id stands for in a text, to check that ids spell the text that they were encoded from.
+//! The bytes of each id, to check that ids spell the text that they were encoded from.
 
 use moh_data::{TokenizerJson, byte_of, byte_token};
 
 use super::shape::{Prepends, SPACE_MARK, Shape};
 
-/// The bytes of every id. Few bytes of it are read for a frequent id, because it shares the processor's caches
-/// with the tables of the library.
+/// The bytes of every id. For a frequent id few bytes of memory are read, because the tables of the library share the
+/// processor's caches.
 pub(super) struct Spelling {
     heads: Vec<Head>,
-    /// By id: where its bytes begin, and at last where those of the last id end.
+    /// By id: the start of its bytes. The last entry is the end of the last id's bytes.
     starts: Vec<u32>,
     bytes: Vec<u8>,
     is_added: Vec<bool>,
     prepends: Prepends,
 }
 
-/// The first bytes of an id and, in the last byte, how many it has in all, at most [`MANY`].
+/// The first bytes of an id. The last byte is the number of all its bytes, at most [`MANY`].
 type Head = [u8; 16];
 
-/// The most bytes of an id that are in its head.
+/// Maximum bytes of an id in its head.
 const HEAD_BYTES: usize = size_of::<Head>() - 1;
 /// So many bytes, or more.
 const MANY: usize = 0xFF;
@@ -28,7 +28,7 @@ const BATCH_BYTES: usize = 1 << 10;
 fn head_of(bytes: &[u8]) -> Head {
     let mut head = Head::default();
     head.iter_mut().zip(bytes).take(HEAD_BYTES).for_each(|(byte, &spelt)| *byte = spelt);
-    // At most MANY, the largest of a byte.
+    // At most MANY, the maximum of a byte.
     head[HEAD_BYTES] = bytes.len().min(MANY) as u8;
     head
 }
@@ -92,8 +92,8 @@ impl Spelling {
         texts.filter(is_character).map(str::to_owned)
     }
 
-    /// Returns whether ids spell a text. A text that the tokenizer changes, by NFC or by stripping white space, is not
-    /// spelt by its ids, and neither is one with characters unknown to the vocabulary.
+    /// Returns whether ids spell a text. Ids do not spell a text that the tokenizer changes, by NFC or by stripping
+    /// white space. They also do not spell characters unknown to the vocabulary.
     pub(super) fn is_of(&self, text: &str, ids: &[u32]) -> bool {
         let text = text.as_bytes();
         let rest = match self.prepends {
@@ -103,11 +103,11 @@ impl Spelling {
         rest.is_some_and(<[u8]>::is_empty)
     }
 
-    /// What follows ids in a text that begins with them, but for the spaces that the tokenizer has put there.
+    /// Returns the rest of a text that starts with `ids`, except for the spaces that the tokenizer has put there.
     fn strip_with_spaces<'t>(&self, text: &'t [u8], ids: &[u32]) -> Option<&'t [u8]> {
         let is_added = |id: &u32| self.is_added.get(*id as usize) == Some(&true);
         let (mut rest, mut may_prepend) = (text, true);
-        // Each begins the text, or follows an added token.
+        // Each chunk begins the text, or follows an added token.
         for ids in ids.chunk_by(|before, _| !is_added(before)) {
             let prepends = may_prepend && !ids.first().is_some_and(is_added);
             rest = match ids.split_first() {
@@ -122,7 +122,7 @@ impl Spelling {
         Some(rest)
     }
 
-    /// What follows ids in a text that begins with them.
+    /// Returns the rest of a text that starts with `ids`.
     fn strip_all<'t>(&self, ids: &[u32], text: &'t [u8]) -> Option<&'t [u8]> {
         let (mut spelt, mut length, mut rest) = ([0; BATCH_BYTES], 0, text);
         for &id in ids {
@@ -131,7 +131,7 @@ impl Spelling {
             if bytes <= HEAD_BYTES
                 && let Some(place) = spelt[length..].first_chunk_mut()
             {
-                // What follows its bytes is overwritten, or not compared.
+                // The head's further bytes are overwritten, or not compared.
                 *place = *head;
                 length += bytes;
                 continue;

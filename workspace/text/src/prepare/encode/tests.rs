@@ -52,7 +52,7 @@ fn texts() -> impl Strategy<Value = String> {
     proptest::collection::vec(fragment, 0..30).prop_map(|fragments| fragments.concat())
 }
 
-/// Checks that both libraries give the same ids for a text, and the encoder those ids.
+/// Checks that both libraries and the encoder return the same ids for a text.
 fn check(text: &str) {
     for (name, tokenizer, encoder) in ENCODERS.iter() {
         let expected = tokenizer.encode_without_special_tokens(text).unwrap();
@@ -97,7 +97,7 @@ fn a_tokenizer_loaded_ahead_is_the_one_that_is_loaded_afterwards() {
     };
     for kind in &mut kinds {
         let json = kind.load().json().unwrap();
-        // As the slower library writes them: by id, and of two equal merges the last.
+        // As the slower library writes them: added tokens by id, and the last of equal merges.
         let added = kind.json["added_tokens"].as_array_mut().unwrap();
         added.sort_by_key(|token| token["id"].as_u64());
         let merges = kind.json["model"]["merges"].as_array_mut().unwrap();
@@ -172,7 +172,7 @@ fn an_unusual_post_processor_leaves_whole_documents_to_the_slower_library() {
     }
 }
 
-/// Returns a document with what is long amid words: a letter, spaces, ideographs, line ends, punctuation.
+/// Returns a document with long runs amid words: a letter, spaces, ideographs, line ends, punctuation.
 fn long(length: usize) -> String {
     let mut text = kinds::text(length / 2, 2);
     let longest = length / 40;
@@ -191,7 +191,7 @@ fn check_long(length: usize) {
         let encoded = encoder.encode(&text).unwrap();
         assert!(encoded.ids == tokenizer.encode(&text).unwrap(), "{name}");
     };
-    // Not those with special tokens as text.
+    // Without the encoders of special tokens as text.
     let encoders = || ENCODERS.iter().step_by(2);
     std::thread::scope(|scope| {
         scope.spawn(|| encoders().step_by(2).for_each(check));

@@ -1,5 +1,5 @@
-//! The wanted fields of a JSON object. The others are checked and skipped, and a wanted one is borrowed as
-//! it is written: nothing is built.
+//! The wanted fields of a JSON object. Other fields are checked and skipped. A wanted field is borrowed as it is
+//! written: nothing is allocated for it.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -92,7 +92,7 @@ impl<'a> Visitor<'a> for ObjectVisitor<'_, '_, 'a> {
     }
 }
 
-/// Compares a key with those that are wanted.
+/// Compares a key with the wanted keys.
 struct Key<'n>(&'n Node);
 
 impl<'de, 'n> DeserializeSeed<'de> for Key<'n> {
@@ -133,13 +133,13 @@ fn fault(object: &str, nouns: Nouns) -> String {
     }
 }
 
-/// What is wrong, without its place: the column is useful, "line 1" is not.
+/// Returns the reason without its place: the column is useful, "line 1" is not.
 pub(super) fn reason(fault: &serde_json::Error) -> String {
     let text = fault.to_string();
     text.split(" at line ").next().unwrap_or(&text).to_owned()
 }
 
-/// Returns the first key in a text of JSON whose value is a list of objects; not one of conversations.
+/// Returns the first key in a JSON text with a list of objects as its value. Keys of conversations are skipped.
 pub(crate) fn list_of_records(text: &str) -> Option<&str> {
     let lists =
         text.match_indices('[').filter(|(at, _)| text[at + 1..].trim_start().starts_with('{'));

@@ -1,5 +1,5 @@
-//! The text of a record: the option `--field` names a field, a path `a.b` of fields in fields, or gives a
-//! template as `{title}: {text}`. One type for JSON objects and the columns of tables.
+//! The text of a record: the option `--field` names a field, a path `a.b` of fields in fields, or a template such as
+//! `{title}: {text}`. One type for JSON objects and the columns of tables.
 
 mod json;
 #[cfg(test)]
@@ -16,7 +16,7 @@ const MAX_SHOWN_KEYS: usize = 5;
 
 #[derive(Clone, Debug)]
 pub(crate) struct Fields {
-    /// Each field that is wanted, once.
+    /// Each wanted field, once.
     paths: Vec<String>,
     parts: Vec<TemplatePart>,
     tree: Node,
@@ -32,7 +32,7 @@ enum Kind {
 }
 
 /// The fields of a conversation besides its messages: the tools that the assistant may call, variables of the template,
-/// and those that [`crate::ChatNotes`] names because nothing reads them.
+/// and fields that [`crate::ChatNotes`] names because nothing reads them.
 const OF_CHAT: [&str; 5] = ["tools", VARIABLES, "documents", "functions", "system"];
 
 #[derive(Clone, Debug)]
@@ -41,7 +41,7 @@ enum TemplatePart {
     Field(usize),
 }
 
-/// A key of objects: the field that it is, and the keys in it.
+/// A key of objects, with its field and the keys in it.
 #[derive(Clone, Debug, Default)]
 struct Node {
     /// An index of the list of [`Slots`].
@@ -49,8 +49,8 @@ struct Node {
     keys: Vec<(String, Node)>,
 }
 
-/// The values of a record's fields: for each path that of the key which is literally the path, and that of
-/// the key at its end.
+/// The values of a record's fields, two for each path: the value of the key that is literally the path, and the value
+/// of the key at the path's end.
 pub(crate) type Slots<'a> = Vec<Option<Value<'a>>>;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -60,7 +60,7 @@ pub(crate) enum Value<'a> {
     Escaped(&'a str),
     /// A number or a truth value as JSON writes it.
     Scalar(Cow<'a, str>),
-    /// A float that JSON cannot write, as Python's writes it.
+    /// A float that JSON cannot write, as Python writes it.
     NotFinite(&'static str),
     Null,
     /// An object or a list.
@@ -69,11 +69,11 @@ pub(crate) enum Value<'a> {
     Other,
 }
 
-/// How errors speak of a kind of records.
+/// The nouns for a kind of records in errors.
 #[derive(Clone, Copy)]
 pub(crate) struct Nouns {
     pub(crate) field: &'static str,
-    /// What has the fields.
+    /// The container of the fields.
     pub(crate) record: &'static str,
 }
 
@@ -99,7 +99,8 @@ impl Fields {
         Ok(fields)
     }
 
-    /// Returns the messages of a conversation, in a field or at the end of a path of fields, and what there is besides.
+    /// Returns the fields of a conversation: its messages, in a field or at the end of a path of fields, and all
+    /// others.
     pub(crate) fn of_chat(messages: &str) -> Self {
         let mut fields = Self::none(Kind::Chat);
         fields.paths.extend([messages].iter().chain(&OF_CHAT).map(|&path| path.to_owned()));
@@ -169,7 +170,7 @@ impl Fields {
         &self.paths
     }
 
-    /// Returns whether numbers and truth values have a text, too.
+    /// Returns whether numbers and truth values also have a text.
     pub(crate) fn is_template(&self) -> bool {
         self.kind == Kind::Template
     }
@@ -187,7 +188,7 @@ impl Fields {
         vec![None; 2 * self.paths.len()]
     }
 
-    /// Returns the text of a record with these values; `keys` are what it has, for the error.
+    /// Returns the text of a record with these values. `keys` returns the record's keys, for errors.
     pub(crate) fn text<'a>(
         &'a self,
         slots: &Slots<'a>,
@@ -257,7 +258,7 @@ impl Fields {
             // A text with the tools in JSON.
             Some(Value::Escaped(text)) => Cow::Borrowed(*text),
             Some(Value::Text(text)) => serde_json::Value::from(*text).to_string().into(),
-            // No list or map, which is all that counts.
+            // Neither a list nor a map. The value does not matter.
             Some(_) => Cow::Borrowed("false"),
         };
         let is_unread = |index: &usize| !matches!(&*other(*index), "null" | "\"\"" | "[]" | "{}");
@@ -288,7 +289,7 @@ impl Node {
         self.keys[at].1.insert(rest, slot);
     }
 
-    /// Forgets the values under this key: of a key that comes twice, the last value counts.
+    /// Clears the values under this key: if a key occurs twice, the last value counts.
     fn clear(&self, slots: &mut Slots<'_>) {
         if let Some(slot) = self.slot {
             slots[slot] = None;

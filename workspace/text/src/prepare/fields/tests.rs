@@ -1,4 +1,4 @@
-//! What `--field` says, and the text that it makes of objects: each line of `tests.json` is a case.
+//! The values of `--field`, and the texts that they make of objects: each line of `tests.json` is a case.
 
 use super::*;
 

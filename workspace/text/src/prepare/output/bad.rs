@@ -12,8 +12,8 @@ use crate::prepare::reader::BadRecord;
 use crate::prepare::reader::Place;
 use crate::prepare::{Error, Result};
 
-/// Bad records after which their share is checked while more are read; before, a few of the first records
-/// would be a large share.
+/// Bad records after which their share is checked while more records are read. Before that, a few bad records would be
+/// a large share.
 const CHECKED_AFTER: u64 = 100;
 
 /// The name of the list until it is complete.
@@ -28,8 +28,8 @@ pub(crate) struct BadList {
 }
 
 impl BadList {
-    /// Returns the list of a preparation whose last process ended while its files got their names; `None` if it has its
-    /// name, or is empty.
+    /// Returns the list of a preparation that was interrupted while its files got their names. Returns `None` if the
+    /// list has its name, or is empty.
     pub(crate) fn complete(path: &Path, directory: &Path) -> Result<Option<Self>> {
         let working = directory.join(NAME);
         match moh_files::unless_missing(&working, working.metadata())? {
@@ -38,16 +38,15 @@ impl BadList {
         }
     }
 
-    /// Continues the list for `path` in `directory` after `bytes`; it is created if it is missing and `bytes`
-    /// is 0.
+    /// Resumes the list for `path` in `directory` after `bytes`. If the list is missing and `bytes` is 0, creates it.
     pub(crate) fn resume(path: &Path, directory: &Path, bytes: u64) -> Result<Self> {
         let working = directory.join(NAME);
         let file = PendingFile::resume(path, &working, bytes).map_err(moh_files::io(&working))?;
         Ok(Self { working, file, bytes })
     }
 
-    /// Adds a record of the input `path`. Fails with the record, if bad records are not skipped, if too many were, or
-    /// if the disk is full.
+    /// Adds a record of the input `path`. Fails with the record if bad records are not skipped. Also fails if too many
+    /// records are bad, or if the disk is full.
     pub(crate) fn push(
         &mut self,
         path: &Path,
@@ -71,8 +70,7 @@ impl BadList {
         self.check(allowed, counts, false)
     }
 
-    /// Checks the share of bad records: of all that there are if `is_end`, else of those so far, if they are
-    /// many.
+    /// Checks the share of bad records. Unless `is_end`, checks it only if there are many bad records.
     pub(crate) fn check(&self, allowed: BadRecords, counts: Counts, is_end: bool) -> Result<()> {
         let BadRecords::Skip { max_share } = allowed else { return Ok(()) };
         let share = counts.bad as f64 / counts.records.max(1) as f64;
@@ -93,7 +91,7 @@ impl BadList {
         Ok(self.bytes)
     }
 
-    /// Gives the synced list its name if it has a record.
+    /// Renames the synced list to its final name if it has a record.
     pub(crate) fn publish(self) -> Result<Option<PathBuf>> {
         if self.bytes == 0 {
             return Ok(None);

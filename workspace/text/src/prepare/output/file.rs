@@ -17,13 +17,13 @@ use crate::prepare::{Error, Prepare, Result, Split};
 pub(super) struct Output {
     pub(super) writer: TokenFileWriter,
     pub(super) text_bytes: u64,
-    /// Of conversations, the tokens that are trained on.
+    /// Tokens of conversations that are trained on.
     pub(super) trained: u64,
     special: BTreeMap<u32, u64>,
 }
 
 impl Output {
-    /// Starts a token file in `directory`, or continues it after `state`.
+    /// Starts a token file in `directory`, or resumes it after `state`.
     pub(super) fn resume(
         options: &Prepare<'_>,
         prefix: &Path,
@@ -84,7 +84,7 @@ pub(crate) fn prefixes(options: &Prepare<'_>) -> Vec<PathBuf> {
     }
 }
 
-/// Returns the names the files of a preparation that was interrupted when all of them were complete.
+/// Publishes the files of a preparation that was interrupted when all of them were complete.
 pub(super) fn publish_again(
     options: &Prepare<'_>,
     prefixes: &[PathBuf],

@@ -1,6 +1,6 @@
-//! How far a preparation is: a file of lines of JSON, each synced before it counts. The first line is the
-//! request; then follow the inputs as they were when they were opened, and checkpoints. A line without its end
-//! is that of a process that was killed while it wrote.
+//! The progress of a preparation: a file of JSON lines, each synced before it counts. The first line is the request.
+//! Inputs, as they were when they were opened, and checkpoints follow. If a process was killed while it wrote, its last
+//! line has no end.
 
 use std::collections::BTreeMap;
 use std::fs::{File, TryLockError};
@@ -18,7 +18,7 @@ use crate::prepare::{Error, Result};
 
 const MAX_BYTES: u64 = 1 << 30;
 
-/// What identifies the result of a preparation, by name: inputs and options that change bytes.
+/// The values that identify the result of a preparation, by name: inputs and options that change bytes.
 pub(crate) type Request = BTreeMap<String, Value>;
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -41,7 +41,7 @@ pub(crate) struct Checkpoint {
     pub(crate) counts: super::Counts,
     #[serde(default)]
     pub(crate) notes: super::ChatNotes,
-    /// Bytes of inputs as they are stored.
+    /// Stored bytes of inputs.
     pub(crate) input_bytes: u64,
     /// Hashes of texts, for `--exact-dedup`.
     pub(crate) seen: u64,
@@ -54,12 +54,12 @@ pub(crate) struct FileState {
     pub(crate) text_bytes: u64,
     /// The special tokens that texts named, with their number.
     pub(crate) special: BTreeMap<u32, u64>,
-    /// Of conversations, the tokens that are trained on.
+    /// Tokens of conversations that are trained on.
     #[serde(default)]
     pub(crate) trained: u64,
 }
 
-/// An open journal; the process that has it open has it locked.
+/// An open journal, which this process has locked.
 #[derive(Debug)]
 pub(crate) struct Journal {
     path: PathBuf,
@@ -79,7 +79,7 @@ impl Journal {
         let mut options = File::options();
         let options = options.read(true).write(true).create(true).truncate(false);
         let mut file = options.open(path).map_err(moh_files::io(path))?;
-        // Without locks, as on some network file systems, nothing tells that another process is there.
+        // Without locks, as on some network file systems, another process is not noticed.
         if let Err(TryLockError::WouldBlock) = file.try_lock() {
             let reason = "another process prepares this token file: wait until it ends, or choose another --out";
             return Err(Error::unusable(path, reason));
@@ -87,7 +87,7 @@ impl Journal {
         let mut text = Vec::new();
         let mut limited = Read::by_ref(&mut file).take(MAX_BYTES);
         limited.read_to_end(&mut text).map_err(moh_files::io(path))?;
-        // What follows the last end of a line was not synced.
+        // Bytes after the last end of a line were not synced.
         let length = text.iter().rposition(|&byte| byte == b'\n').map_or(0, |last| last + 1);
         text.truncate(length);
         moh_files::shorten(&mut file, length as u64).map_err(moh_files::io(path))?;
@@ -96,7 +96,7 @@ impl Journal {
         if recorded.is_complete || recorded.checkpoint.is_some() {
             journal.compare(&found, request)?;
         } else {
-            // Nothing is lost: what was done is done again.
+            // Without a checkpoint nothing is lost: all work is done again.
             recorded = Recorded::default();
             moh_files::shorten(&mut journal.file, 0).map_err(moh_files::io(path))?;
             journal.append(&Line::Request(request.clone()))?;
@@ -125,7 +125,7 @@ impl Journal {
         Ok((request, recorded))
     }
 
-    /// Checks that this is the request that the journal was started for.
+    /// Checks that the journal was started for `request`.
     fn compare<'a>(&self, found: &'a Request, request: &'a Request) -> Result<()> {
         let names = found.keys().chain(request.keys());
         let Some(name) = names.into_iter().find(|&name| found.get(name) != request.get(name))
@@ -160,7 +160,7 @@ impl Journal {
         self.write(&Line::Input { number, identity })
     }
 
-    /// Records a checkpoint, whose files are synced.
+    /// Records a checkpoint. Its files are synced already.
     pub(crate) fn checkpoint(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.append(&Line::Checkpoint(checkpoint.clone()))
     }

@@ -1,4 +1,4 @@
-//! The token files being written: which documents they get, and how far that is.
+//! The token files being written: their documents, and their progress.
 
 mod bad;
 mod file;
@@ -28,25 +28,25 @@ use crate::prepare::preparation::{Prepared, PreparedFile};
 use crate::prepare::reader::{Format, Identity};
 use crate::prepare::{ChatNotes, Error, Prepare, Result};
 
-/// The ending of the directory in which token files lie until they are complete.
+/// The ending of the directory of token files until they are complete.
 const DIRECTORY: &str = ".prepare";
 
-/// What became of the records of the inputs.
+/// Counts of the inputs' records by outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counts {
-    /// Records that were read, the bad ones too.
+    /// Records that were read, including bad records.
     pub records: u64,
-    /// Records that are no documents.
+    /// Records that are not documents.
     pub bad: u64,
-    /// Documents without any token.
+    /// Documents without tokens.
     pub empty: u64,
     /// Documents with fewer tokens than `min_tokens`.
     pub short: u64,
     /// Documents with more tokens than `max_tokens`.
     pub long: u64,
-    /// Documents that the sample leaves out.
+    /// Documents outside the sample.
     pub not_sampled: u64,
-    /// Documents whose text an earlier one has.
+    /// Documents with the text of an earlier document.
     pub duplicates: u64,
 }
 
@@ -60,25 +60,25 @@ pub(crate) struct Outputs<'a> {
     files: Vec<Output>,
     seen: Option<Seen>,
     bad: BadList,
-    /// What the next checkpoint records; that of the files is added then.
+    /// The contents of the next checkpoint, except the state of the files.
     state: Checkpoint,
     synced: Instant,
-    /// Whether a preparation that ends now continues after what it has done.
+    /// Whether a preparation that ends now can be resumed.
     pub(crate) has_checkpoint: bool,
-    /// Where an input can be read once: the directory goes when a signal ends the program.
+    /// Set if an input can be read only once: the directory is removed when a signal ends the program.
     is_temporary: Option<Registered>,
 }
 
 pub(crate) enum Begun<'a> {
     /// Documents are to be written, from this place on.
     Outputs(Box<Outputs<'a>>, Place),
-    /// An interrupted preparation had written all of them.
+    /// An interrupted preparation has written all documents.
     Complete(Prepared),
 }
 
 impl<'a> Outputs<'a> {
-    /// Starts the token files, or continues those of an interrupted preparation. Fails if an output exists, if another
-    /// process prepares it, or if an interrupted preparation had another request.
+    /// Starts the token files, or resumes an interrupted preparation. Fails if an output exists, if another process
+    /// prepares it, or if the interrupted preparation had another request.
     pub(crate) fn begin(
         options: &'a Prepare<'a>,
         paths: &'a [PathBuf],
@@ -134,14 +134,14 @@ impl<'a> Outputs<'a> {
         Ok(Begun::Outputs(Box::new(outputs), place))
     }
 
-    /// Takes what was read. Fails if an input changed since an interrupted preparation read it, if a record is bad and
-    /// bad records are not skipped, or if too many are, and if the disk is full.
+    /// Receives an event of the pipeline. Fails if an input changed since an interrupted preparation read it, or if the
+    /// disk is full. Also fails if a record is bad and bad records are not skipped, or if too many are bad.
     pub(crate) fn receive(&mut self, event: Event) -> Result<()> {
         match event {
             Event::Opened(number, identity) => self.opened(number, identity),
             Event::Batch(batch) => self.batch(batch),
             Event::Finished(number) => {
-                // The next process need not fetch it again to find its end.
+                // The next process need not fetch the input again to find its end.
                 self.state.place = Place { input: number + 1, ..Place::default() };
                 Ok(())
             }
@@ -205,7 +205,7 @@ impl<'a> Outputs<'a> {
         Ok(())
     }
 
-    /// Returns whether a document is written; counts it if not.
+    /// Returns whether a document is written. Counts skipped documents.
     fn selects(&mut self, document: &Document) -> Result<bool> {
         let tokens = document.ids.len() as u64;
         let selection = &self.options.selection;
@@ -244,18 +244,18 @@ impl<'a> Outputs<'a> {
 
     /// Returns whether a part of an input was downloaded for this preparation alone.
     pub(crate) fn has_downloads(&self) -> bool {
-        // Each has a directory of its own, which one that has failed leaves without a byte in it.
+        // Each download has its own directory. A failed download leaves no bytes in it.
         let entries = |directory: &Path| fs::read_dir(directory).into_iter().flatten().flatten();
         let mut files = entries(&self.downloads()).flat_map(|directory| entries(&directory.path()));
         files.any(|file| file.metadata().is_ok_and(|file| file.len() > 0))
     }
 
-    /// Returns the bytes of inputs that were read, as they are stored.
+    /// Returns the stored bytes of the inputs that were read.
     pub(crate) fn input_bytes(&self) -> u64 {
         self.state.input_bytes
     }
 
-    /// Records how far the preparation is, unless an input can be read once.
+    /// Records the progress of the preparation, unless an input can be read only once.
     pub(crate) fn checkpoint(&mut self) -> Result<()> {
         if self.is_temporary.is_some() {
             return Ok(());
@@ -276,15 +276,15 @@ impl<'a> Outputs<'a> {
         Ok(())
     }
 
-    /// Removes what was written, unless a checkpoint makes it worth keeping.
+    /// Removes the written files, unless a checkpoint makes them worth keeping.
     pub(crate) fn abandon(self) {
         if !self.has_checkpoint {
-            // The error that ended the preparation is the one to report.
+            // The error that ended the preparation is reported instead.
             let _ = moh_files::remove_directory(&self.directory);
         }
     }
 
-    /// Checks that what was written is worth a name.
+    /// Checks that the written files are worth publishing.
     pub(crate) fn check(&self) -> Result<()> {
         self.bad.check(self.options.bad_records, self.state.counts, true)?;
         let fault = |reason: &str| Err(Error::Invalid(reason.to_owned()));
@@ -304,7 +304,7 @@ impl<'a> Outputs<'a> {
         let Some(file) = self.files.iter().find(|file| file.writer.written().documents == 0) else {
             return Ok(());
         };
-        // No share divides a single document, as a book is.
+        // No share divides a single document, such as a book.
         let remedy = match documents {
             1 if self.options.format != Some(Format::Paragraphs) => {
                 "--format paragraphs makes each paragraph of a text a document"
@@ -318,7 +318,7 @@ impl<'a> Outputs<'a> {
     }
 
     pub(crate) fn finish(mut self, ending: &Ending) -> Result<Prepared> {
-        // The counts, for one that is interrupted from here on.
+        // Records the counts, in case of an interruption from here on.
         self.checkpoint()?;
         let mut complete = Vec::with_capacity(self.files.len());
         let prefixes = prefixes(self.options);

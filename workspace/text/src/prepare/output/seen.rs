@@ -1,5 +1,5 @@
-//! The texts that were seen, for `--exact-dedup`: 16 bytes of the blake3 of each, in memory and in a file from
-//! which an interrupted preparation continues.
+//! The texts that were seen, for `--exact-dedup`: 16 bytes of the blake3 of each text, in memory and in a file from
+//! which an interrupted preparation resumes.
 
 use std::collections::HashSet;
 use std::io::{BufWriter, Read, Write};
@@ -21,8 +21,8 @@ pub(crate) struct Seen {
 }
 
 impl Seen {
-    /// Starts with the first `count` hashes of the file `path`, and removes the rest of it; the file is
-    /// created if it is missing and `count` is 0.
+    /// Loads the first `count` hashes of the file `path`, and removes the rest of the file. If the file is missing and
+    /// `count` is 0, creates it.
     pub(crate) fn resume(path: &Path, count: u64, memory: u64) -> Result<Self> {
         let mut options = std::fs::File::options();
         let options = options.read(true).write(true).create(count == 0).truncate(false);
@@ -40,7 +40,7 @@ impl Seen {
         Ok(Self { hashes, capacity, path, file: BufWriter::new(file) })
     }
 
-    /// Adds a text by the first bytes of its hash; whether it is new.
+    /// Adds a text by the first bytes of its hash. Returns whether the text is new.
     pub(crate) fn insert(&mut self, hash: &blake3::Hash) -> Result<bool> {
         let mut first = [0; HASH_BYTES];
         first.copy_from_slice(&hash.as_bytes()[..HASH_BYTES]);

@@ -9,7 +9,7 @@ pub(crate) struct Budget {
     changed: Condvar,
 }
 
-/// Bytes of a budget; dropping it gives them back.
+/// Bytes of a budget, returned when the permit is dropped.
 #[derive(Debug)]
 pub(crate) struct Permit {
     budget: Arc<Budget>,
@@ -21,7 +21,7 @@ impl Budget {
         Arc::new(Self { limit, taken: Mutex::default(), changed: Condvar::new() })
     }
 
-    /// Waits until `bytes` fit, or nothing else is in flight: what is larger than the limit passes alone.
+    /// Waits until `bytes` fit, or nothing else is in flight: more bytes than the limit pass alone.
     pub(crate) fn take(self: &Arc<Self>, bytes: u64) -> Permit {
         let waits = |taken: &mut u64| *taken > 0 && *taken + bytes > self.limit;
         let taken = self.changed.wait_while(self.lock(), waits);

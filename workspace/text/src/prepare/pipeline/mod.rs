@@ -1,7 +1,6 @@
-//! From inputs to encoded documents, in order. Readers cut inputs into chunks of whole records, the threads of
-//! the pool parse and encode them, and one thread receives the results in the order of the inputs. Several
-//! inputs, or parts of one, are read at once; each has its share of the memory, so that the first of them never
-//! waits for those after it.
+//! From inputs to encoded documents, in order. Readers cut inputs into chunks of whole records, the threads of the pool
+//! parse and encode them, and one thread receives the results in the order of the inputs. Several inputs, or parts of
+//! one input, are read at once. Each has its share of the memory, so that the first never waits for the others.
 
 mod budget;
 
@@ -23,15 +22,15 @@ use crate::prepare::reader::{
 use crate::prepare::remote::Downloads;
 use crate::prepare::{ChatNotes, Error, Result};
 
-/// Bytes in memory for each byte of a chunk: its records, their texts, their ids, and what the encoder needs.
+/// Bytes in memory for each byte of a chunk: its records, their texts, their ids, and the encoder's buffers.
 const MEMORY_FACTOR: u64 = 8;
-/// Bytes of chunks in flight for each thread of the pool, of a part. More would leave the processor's caches before
-/// they are encoded.
+/// Bytes of chunks in flight for each thread of the pool, of a part. More bytes would leave the processor's caches
+/// before they are encoded.
 const AHEAD_BYTES: u64 = 4 << 20;
 /// Threads of the pool that one reader supplies with text.
 const THREADS_A_READER: usize = 4;
 const MAX_UNNAMED: usize = 100;
-/// Time after which the receiver hears that nothing has arrived.
+/// Interval at which the receiver is told that nothing has arrived.
 const WAIT: Duration = Duration::from_millis(50);
 
 impl ChatNotes {
@@ -69,31 +68,31 @@ pub(crate) enum Encoding<'a> {
     Conversations(ChatEncoder<'a>),
 }
 
-/// What arrives, in the order of the inputs.
+/// An event of the pipeline, in the order of the inputs.
 pub(crate) enum Event {
     Opened(usize, Option<Identity>),
     Batch(Batch),
     Finished(usize),
-    /// Nothing has arrived for a while, as while an input is downloaded.
+    /// Nothing has arrived for a while, for example during the download of an input.
     Waiting,
 }
 
 pub(crate) struct Batch {
-    /// After the last record, where reading can continue.
+    /// The place after the last record, where reading can resume.
     pub(crate) end: Place,
     pub(crate) documents: Vec<Document>,
     pub(crate) bad: Vec<BadRecord>,
-    /// Bytes of the input as it is stored.
+    /// Stored bytes of the input.
     pub(crate) input_bytes: u64,
     pub(crate) notes: ChatNotes,
-    /// Given back when the batch is dropped.
+    /// Returned to the budget when the batch is dropped.
     _permit: Permit,
 }
 
 pub(crate) struct Document {
-    /// With the post-processor's ids and the end of the text. Empty for a text without tokens.
+    /// Includes the post-processor's ids and the end of the text. Empty for a text without tokens.
     pub(crate) ids: Vec<u32>,
-    /// Of a conversation, 1 for each id that is trained on; else empty.
+    /// 1 for each id of a conversation that is trained on, otherwise 0; empty for a text.
     pub(crate) mask: Vec<u8>,
     pub(crate) special: Vec<u32>,
     pub(crate) text_bytes: u64,
@@ -115,26 +114,26 @@ struct Shared<'a> {
     share: u64,
 }
 
-/// Reads the inputs from `start` on, and gives `receive` what was read. An error of `receive` ends it.
+/// Reads the inputs from `start` on, and passes events to `receive`. An error of `receive` stops the reading.
 pub(crate) fn run(
     work: &Work<'_>,
     start: Place,
     receive: &mut (dyn FnMut(Event) -> Result<()> + Send),
 ) -> Result<()> {
     let ahead = rayon::current_num_threads().div_ceil(THREADS_A_READER) + 1;
-    // One more part ends while the next begins.
+    // A further part ends while the next part begins.
     let parts = ahead as u64 + 1;
     let most = rayon::current_num_threads() as u64 * AHEAD_BYTES;
     let share = (work.memory / MEMORY_FACTOR / parts).clamp(1, most);
     let shared = Shared { work, stopped: AtomicBool::new(false), share };
     rayon::in_place_scope(|tasks| {
         std::thread::scope(|threads| {
-            // One is received, one is ready to be.
+            // One part is received, and one part is ready.
             let (parts, received) = sync_channel(ahead - 1);
             let shared = &shared;
             threads.spawn(move || feed(shared, start, threads, tasks, &parts));
             let done = receive_all(work, &received, receive);
-            // Ends readers that wait for the receiver, and tasks that have not begun.
+            // Stops readers that wait for the receiver, and tasks that have not started.
             shared.stopped.store(true, Ordering::Relaxed);
             work.inputs.stop();
             drop(received);
@@ -153,11 +152,11 @@ fn receive_all(
         let identity = work.inputs.identity(input).or_else(|| open.identity.clone());
         receive(Event::Opened(input, identity))?;
         while let Some(batch) = next(&batches, receive)? {
-            // A task that gives nothing has panicked: the scope of tasks passes that on.
+            // A task without a result has panicked: the scope of tasks passes the panic on.
             let Some(batch) = next(&batch, receive)? else { return Ok(()) };
             match batch.and_then(|batch| receive(Event::Batch(batch))) {
                 Err(error) if !matches!(error, Error::Interrupted) => {
-                    // An input that changes while it is read has other faults than those that are found.
+                    // If the input changed while it was read, reports that instead of the error.
                     open.check_unchanged()?;
                     return Err(error);
                 }
@@ -173,7 +172,7 @@ fn receive_all(
     Ok(())
 }
 
-/// What arrives next; `None` at the end. `receive` hears of a wait.
+/// Returns the next item of `channel`, or `None` at the end. `receive` is told of a wait.
 fn next<T>(
     channel: &Receiver<T>,
     receive: &mut (dyn FnMut(Event) -> Result<()> + Send),
@@ -187,7 +186,7 @@ fn next<T>(
     }
 }
 
-/// Opens the inputs in order and starts a reader for each part, as far ahead as `parts` has room.
+/// Opens the inputs in order and starts a reader for each part, while `parts` has room.
 fn feed<'scope, 'env, 'tasks>(
     shared: &'tasks Shared<'tasks>,
     start: Place,
@@ -228,7 +227,7 @@ fn feed<'scope, 'env, 'tasks>(
     }
 }
 
-/// Reads the chunks of a part, and has each encoded.
+/// Reads the chunks of a part, and starts a task to encode each chunk.
 fn read_part<'tasks>(
     shared: &'tasks Shared<'tasks>,
     open: &OpenInput,
@@ -310,7 +309,7 @@ impl Batch {
 }
 
 impl Document {
-    /// Creates a document with this text, which is not encoded yet.
+    /// Creates a document with this text, without encoding it.
     fn new(work: &Work<'_>, text: &str) -> Self {
         let hash = work.hashes.then(|| blake3::hash(text.as_bytes()));
         let is_wanted = hash.as_ref().is_none_or(|hash| (work.wants)(hash));
@@ -336,7 +335,7 @@ impl Document {
         if document.is_wanted {
             let encoded = encoder.encode(text)?;
             (document.ids, document.special) = (encoded.ids, encoded.special_in_text);
-            // A document without any token is left out.
+            // A document without tokens is skipped.
             if !document.ids.is_empty() {
                 document.ids.extend(work.end);
             }

@@ -1,4 +1,4 @@
-//! An array of JSON: its elements are found by their brackets and quotes, one after another, and read later.
+//! A JSON array. Its elements are found by their brackets and quotes, one after another, and read later.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -17,36 +17,36 @@ pub(super) struct Array {
 
 struct Scan {
     state: State,
-    /// Bytes that were looked at.
+    /// Number of scanned bytes.
     at: usize,
-    /// Where the element starts that is being read.
+    /// The start of the current element.
     start: usize,
     elements: Vec<Range<usize>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// Before the bracket that opens it.
+    /// Before the bracket that opens the array.
     Before,
-    /// Before the first element, or the bracket that closes it.
+    /// Before the first element, or the bracket that closes the array.
     First,
     Next,
     /// In an element, within so many brackets.
     Element(usize),
     String(usize),
     Comma,
-    /// After the bracket that closes it.
+    /// After the bracket that closes the array.
     After,
 }
 
 impl Scan {
-    /// Scans from `position` on, the beginning or the end of an element.
+    /// Scans from `position` on, which is the beginning or the end of an element.
     fn new(position: Position) -> Self {
         let state = if position.offset == 0 { State::Before } else { State::Comma };
         Self { state, at: 0, start: 0, elements: Vec::new() }
     }
 
-    /// Looks at the rest of `bytes`, up to the end of the element at `limit`.
+    /// Scans the rest of `bytes`, up to the end of the element at `limit`.
     fn scan(&mut self, bytes: &[u8], limit: usize) -> Result<(), &'static str> {
         while let Some(&byte) = bytes.get(self.at) {
             self.state = match self.state {
@@ -58,7 +58,7 @@ impl Scan {
                     self.at += length;
                     if bytes[self.at] == b'\\' {
                         if self.at + 1 == bytes.len() {
-                            // What it escapes comes with the next bytes.
+                            // The escaped character comes with the next bytes.
                             return Ok(());
                         }
                         self.at += 2;
@@ -68,7 +68,7 @@ impl Scan {
                 }
                 State::Element(0) if matches!(byte, b',' | b']') => {
                     self.elements.push(self.start..self.at);
-                    // The comma or bracket is looked at next, or by the next scan.
+                    // The comma or bracket is scanned next, or by the next scan.
                     self.state = State::Comma;
                     if self.at >= limit {
                         return Ok(());
@@ -116,13 +116,13 @@ impl Array {
         Error::unusable(&self.path, reason)
     }
 
-    /// Reads past the end of an element that is too long, of which `bytes` were read.
+    /// Skips an element that is too long, after `bytes` of it were read.
     fn skip_element(&mut self, mut scan: Scan, mut bytes: Vec<u8>) -> Result<Chunk> {
         let reason = self.stream.options.too_long("element");
         let place = Place::Row(self.stream.position.record + 1);
         let mut skipped = 0;
         loop {
-            // A backslash at the end waits for what it escapes.
+            // A backslash at the end waits for the escaped character.
             skipped += scan.at;
             bytes.drain(..scan.at);
             scan.at = 0;
@@ -163,7 +163,7 @@ impl Reader for Array {
                 let content = Content::Elements(bytes, scan.elements);
                 return Ok(Some(self.stream.chunk(content, end, records)));
             }
-            // What is wrong after an element is found again by the next scan.
+            // The next scan finds an error after an element again.
             scanned.map_err(|reason| self.fault(reason))?;
             if is_end {
                 return match scan.state {

@@ -1,4 +1,4 @@
-//! A chunk of an input: records as they were read, and the documents in them.
+//! A chunk of an input: unparsed records, and the documents in them.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -16,7 +16,7 @@ pub(crate) enum Place {
     Line(u64),
     /// A row of a table, or an element of a JSON array.
     Row(u64),
-    /// The whole input, as of plain text.
+    /// The whole input, for plain text.
     Whole,
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct Chunk {
     pub(crate) start: Position,
     /// The position after the last record.
     pub(crate) end: Position,
-    /// Bytes of the file as stored that were read since the chunk before, for progress.
+    /// Stored bytes of the file that were read since the chunk before, for progress.
     pub(crate) input_bytes: u64,
     pub(super) content: Content,
     pub(super) options: Arc<ReadOptions>,
@@ -45,7 +45,7 @@ pub(crate) struct Chunk {
 pub(super) enum Content {
     /// Whole lines of JSON.
     Lines(Vec<u8>),
-    /// Elements of an array of JSON, where they are in the bytes.
+    /// Elements of a JSON array, as ranges of the bytes.
     Elements(Vec<u8>, Vec<Range<usize>>),
     Paragraphs(Vec<u8>),
     Rows(Rows),
@@ -56,12 +56,12 @@ pub(super) enum Content {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Document<'a> {
     pub(crate) text: Cow<'a, str>,
-    /// Where it is in the input.
+    /// The place in the input.
     pub(crate) place: Place,
 }
 
 impl<'a> Document<'a> {
-    /// Returns the document of a record, of whose fields `text` is made.
+    /// Returns the document of a record with `text`, or a bad record.
     pub(super) fn new(
         text: Result<Cow<'a, str>, String>,
         place: Place,
@@ -77,10 +77,10 @@ impl<'a> Document<'a> {
     }
 }
 
-/// A record that is no document.
+/// A record that is not a document.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct BadRecord {
-    /// Where it is in the input.
+    /// The place in the input.
     pub(crate) place: Place,
     pub(crate) reason: String,
 }

@@ -1,4 +1,4 @@
-//! The format of an input, by what it starts with and its name.
+//! The format of an input, by its first bytes and its name.
 
 use std::path::Path;
 
@@ -36,7 +36,7 @@ const ENCRYPTED_PARQUET: &[u8] = b"PARE";
 pub(super) const ARROW_FILE: &[u8] = b"ARROW1\0\0";
 const ARROW_STREAM: &[u8] = b"\xff\xff\xff\xff";
 
-/// Returns the format of an input that starts with `start`: `given`, or that of its content or its name.
+/// Returns the format of an input that starts with `start`: `given`, or the format of its content or its name.
 pub(super) fn format_of(path: &Path, start: &[u8], given: Option<Format>) -> Result<Format> {
     let table = table(start);
     if start.starts_with(ENCRYPTED_PARQUET) && table.is_none() && given != Some(Format::Text) {
@@ -63,7 +63,7 @@ pub(super) fn format_of(path: &Path, start: &[u8], given: Option<Format>) -> Res
 }
 
 fn table(start: &[u8]) -> Option<Format> {
-    // Text may start with the letters of Parquet's name; a page header's first byte occurs in no text.
+    // Text may start with the letters of Parquet's name. A page header's first byte occurs in no text.
     if start.starts_with(PARQUET) && start.get(PARQUET.len()) == Some(&0x15) {
         Some(Format::Parquet)
     } else if start.starts_with(ARROW_FILE) || start.starts_with(ARROW_STREAM) {
@@ -73,7 +73,7 @@ fn table(start: &[u8]) -> Option<Format> {
     }
 }
 
-/// Returns the format of an input that is no table, or why it is none of text.
+/// Returns the format of an input that is not a table, or why the input is not text.
 fn of_text(path: &Path, start: &[u8]) -> Result<Format, String> {
     if start.starts_with(moh_files::GIT_LFS) {
         return Err(moh_files::IS_POINTER.to_owned());
@@ -84,7 +84,7 @@ fn of_text(path: &Path, start: &[u8]) -> Result<Format, String> {
     let is_array = matches!(tokens, (Some(b'['), Some(b'{' | b']')));
     let is_object = matches!(tokens, (Some(b'{'), Some(b'"' | b'}')));
     match end_of_name(path).as_deref() {
-        // An array of something else than objects is refused as such, not line by line.
+        // An array of other values than objects is rejected as an array, not line by line.
         Some("json" | "jsonl" | "ndjson") if tokens.0 == Some(&b'[') => Ok(Format::JsonArray),
         Some("json" | "jsonl" | "ndjson") => {
             several_lines(start).map_or(Ok(Format::JsonLines), Err)
@@ -96,7 +96,7 @@ fn of_text(path: &Path, start: &[u8]) -> Result<Format, String> {
     }
 }
 
-/// Why an object that begins on the first line and ends on a later one is not read.
+/// Returns why an object that begins on the first line and ends on a later line is not read.
 fn several_lines(start: &[u8]) -> Option<String> {
     let start = String::from_utf8_lossy(start);
     let (first, _) = start.trim_start().split_once('\n')?;

@@ -1,4 +1,4 @@
-//! An input that was looked at: its format, its parts, and readers of them.
+//! An open input: its format, its parts, and their readers.
 
 use std::fs::{File, Metadata};
 use std::path::{Path, PathBuf};
@@ -19,20 +19,20 @@ pub(crate) struct OpenInput {
     path: PathBuf,
     options: Arc<ReadOptions>,
     pub(super) format: Format,
-    /// What is known of a table of Parquet before its rows are read.
+    /// The footer of a Parquet table, read before its rows.
     parquet: Option<columns::ParquetTable>,
-    /// What the file was when it was opened; `None` for a pipe.
+    /// The identity of the file when it was opened; `None` for a pipe.
     pub(crate) identity: Option<Identity>,
     /// A pipe, which can be read once.
     pipe: Mutex<Option<Decoded>>,
 }
 
-/// What tells whether a file has changed.
+/// Identifies the state of a file, to detect changes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Identity {
-    /// Its size as stored.
+    /// The file's size as stored.
     pub(crate) bytes: u64,
-    /// When it was changed last, in nanoseconds since 1970; 0 of a remote file.
+    /// Time of the last change, in nanoseconds since 1970; 0 for a remote file.
     pub(crate) modified_ns: u64,
     /// The version that the store of a remote file names.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -40,7 +40,7 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    /// That of a remote file, whose copies differ in their times.
+    /// Returns the identity of a remote file. Copies of a remote file differ in their times.
     pub(crate) fn of_version(bytes: u64, version: &str) -> Self {
         Self { bytes, modified_ns: 0, version: Some(version.to_owned()) }
     }
@@ -56,7 +56,7 @@ impl Identity {
     }
 }
 
-/// Opens `path`, or standard input if it is `-`, and looks at its beginning. `format` is what `--format` says.
+/// Opens `path`, or standard input if it is `-`, and reads its beginning. `format` is the value of `--format`.
 pub(crate) fn open(
     path: &Path,
     format: Option<Format>,
@@ -67,7 +67,7 @@ pub(crate) fn open(
     } else {
         let file = File::open(path).map_err(moh_files::io(path))?;
         let metadata = file.metadata().map_err(moh_files::io(path))?;
-        // Anything else than a file would lose what was read when it is opened again.
+        // Other files than regular files would lose the bytes read here when they are opened again.
         (Box::new(file), metadata.is_file().then(|| Identity::of(&metadata)))
     };
     let mut decoded = Decoded::new(path, source, options.max_window_bytes)?;
@@ -78,7 +78,7 @@ pub(crate) fn open(
     let format = format_of(path, start, format)?;
     let parquet = match format {
         Format::Parquet if identity.is_none() || decoded.compression != Compression::None => {
-            // The end of Parquet says where its columns are.
+            // The end of a Parquet file describes its columns.
             let reason = "a compressed file or a pipe with Parquet: write it to a file first";
             return Err(Error::unusable(path, reason));
         }
@@ -91,7 +91,7 @@ pub(crate) fn open(
 }
 
 impl OpenInput {
-    /// Checks that the file is what it was when it was opened.
+    /// Checks that the file has not changed since it was opened.
     pub(crate) fn check_unchanged(&self) -> Result<()> {
         let Some(identity) = &self.identity else { return Ok(()) };
         let now = std::fs::metadata(&self.path).map_err(moh_files::io(&self.path))?;
@@ -102,7 +102,7 @@ impl OpenInput {
         Err(Error::unusable(&self.path, reason))
     }
 
-    /// Returns the number of parts; [`OpenInput::read`] reads each of them, and their order is that of the documents.
+    /// Returns the number of parts, in the order of the documents. [`OpenInput::read`] reads each part.
     pub(crate) fn parts(&self) -> usize {
         self.parquet.as_ref().map_or(1, columns::ParquetTable::parts)
     }

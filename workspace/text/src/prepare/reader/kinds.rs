@@ -1,11 +1,11 @@
-//! Files that are neither text nor a table that is read, by their names and first bytes: read as text, each would be one
-//! document without a word.
+//! Files that are neither text nor a supported table, by their names and first bytes. Read as text, each file would
+//! become a document without a warning.
 
 use std::path::Path;
 
 use super::BYTE_ORDER_MARK;
 
-/// The ends of names of a kind, what it is, and what to do.
+/// The ends of names of a kind, its description, and a remedy.
 const KINDS: [[&str; 3]; 10] = [
     [
         "csv tsv tab psv",
@@ -50,7 +50,7 @@ const KINDS: [[&str; 3]; 10] = [
     ],
     ["exe dll so o a pyc class wasm", "a program", "name files of text"],
 ];
-/// First bytes, and an end of names of the kind.
+/// First bytes of a file, and an end of names of its kind.
 const FIRST_BYTES: [(&[u8], &str); 12] = [
     (b"%pdf-", "pdf"),
     (b"{\\rtf", "rtf"),
@@ -66,7 +66,8 @@ const FIRST_BYTES: [(&[u8], &str); 12] = [
     (b"\x7felf", "exe"),
 ];
 
-/// Why a file is not read whose name without a compression's ends in `end`, and which starts with `start`.
+/// Returns why a file is not read, or `None`. `end` is the ending of its name without a compression's ending; the file
+/// starts with `start`.
 pub(crate) fn refusal(name: &Path, end: Option<&str>, start: &[u8]) -> Option<String> {
     let end = end.map(str::to_ascii_lowercase);
     if let Some(table @ ("parquet" | "arrow" | "feather")) = end.as_deref() {

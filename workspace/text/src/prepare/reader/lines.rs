@@ -10,7 +10,7 @@ use crate::prepare::fields::{LINE, Slots};
 pub(super) struct Lines(pub(super) Stream);
 
 impl Lines {
-    /// Reads past the end of a line that is too long, of which `bytes` were read.
+    /// Skips a line that is too long, after `bytes` of it were read.
     fn skip_line(&mut self, mut bytes: usize) -> Result<Chunk> {
         let reason = self.0.options.too_long("line");
         let place = Place::Line(self.0.position.record + 1);
@@ -87,7 +87,7 @@ pub(super) fn records<'a>(
     })
 }
 
-/// Returns the record in a line; `None` if it is blank.
+/// Returns the record in a line, or `None` if the line is blank.
 fn record<'a>(
     line: &'a [u8],
     number: u64,

@@ -9,15 +9,15 @@ use crate::prepare::Result;
 pub(super) struct Paragraphs(pub(super) Stream);
 
 impl Paragraphs {
-    /// Reads past the end of a paragraph that is too long, of which `bytes` were read.
+    /// Skips a paragraph that is too long, after `bytes` of it were read.
     fn skip_paragraph(&mut self, mut bytes: Vec<u8>) -> Result<Chunk> {
         let reason = self.0.options.too_long("paragraph");
         let place = Place::Row(self.0.position.record + 1);
         let mut skipped = 0;
         loop {
-            // The last line may go on.
+            // The last line may continue.
             let line = memchr::memrchr(b'\n', &bytes).map_or(0, |newline| newline + 1);
-            // A long line is not blank: its end is enough to tell.
+            // A long line is not blank, so only its end is kept.
             let line = line.max(bytes.len().saturating_sub(self.0.options.chunk_bytes.max(1)));
             skipped += line;
             bytes.drain(..line);
@@ -90,7 +90,7 @@ fn is_blank(line: &[u8]) -> bool {
         && std::str::from_utf8(line).is_ok_and(|line| line.trim().is_empty())
 }
 
-/// Returns the paragraphs in whole lines, each with its first lines' spaces and its last line's end.
+/// Returns the paragraphs in whole lines, each with its first line's spaces and its last line's end.
 fn paragraphs(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     let mut rest = bytes;
     std::iter::from_fn(move || {

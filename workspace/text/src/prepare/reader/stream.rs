@@ -1,4 +1,4 @@
-//! What the readers of decoded bytes have in common: the place that they reached.
+//! The common state of the readers of decoded bytes: the position that they reached.
 
 use std::sync::Arc;
 
@@ -12,9 +12,9 @@ pub(super) struct Stream {
     pub(super) options: Arc<ReadOptions>,
     /// The end of the chunk before.
     pub(super) position: Position,
-    /// What was read after it.
+    /// Bytes that were read after the position.
     pub(super) rest: Vec<u8>,
-    /// Bytes of the file as stored that earlier chunks account for.
+    /// Stored bytes of the file that earlier chunks account for.
     stored: u64,
 }
 

@@ -10,7 +10,7 @@ use super::*;
 use crate::prepare::decode::tests::{gzip, xz, zstd};
 use crate::prepare::reader::Place;
 
-/// Options with chunks that hold the tests' documents whole.
+/// Returns options with chunks that contain the tests' documents whole.
 pub(super) fn options() -> ReadOptions {
     ReadOptions {
         max_record_bytes: 1 << 20,
@@ -18,7 +18,7 @@ pub(super) fn options() -> ReadOptions {
     }
 }
 
-/// A document's text, or why a record is none.
+/// A document's text, or why a record is not a document.
 type Read = Result<String, BadRecord>;
 
 /// Reads an input from a position of a part on, and returns its documents and the chunks' ends.

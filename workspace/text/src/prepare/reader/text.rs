@@ -15,7 +15,7 @@ impl Reader for Text {
         }
         let most = stream.options.max_record_bytes;
         let mut bytes = Vec::new();
-        // One byte more tells whether it is too long.
+        // One more byte shows whether the text is too long.
         while bytes.len() <= most {
             let wanted = stream.options.chunk_bytes.max(bytes.len()).min(most + 1 - bytes.len());
             if stream.input.fill(&mut bytes, wanted)? < wanted {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 const DATASETS: &str = "hf://datasets/";
-/// Beginnings of the hub's own branches, which have slashes in their names and stand in addresses as they are.
+/// Prefixes of the hub's own branches, which have slashes in their names and occur in addresses unescaped.
 const OWN_BRANCHES: [&str; 2] = ["refs/convert/", "refs/pr/"];
 
 #[derive(Debug, PartialEq)]
@@ -15,7 +15,7 @@ pub(super) struct Address<'a> {
 }
 
 impl<'a> Address<'a> {
-    /// Returns the parts of `name`; `None` if it is no address of files in a dataset.
+    /// Returns the parts of `name`, or `None` if it is not an address of files in a dataset.
     pub(super) fn parse(name: &'a str) -> Option<Self> {
         let rest = name.strip_prefix(DATASETS)?;
         let (owner, after) = rest.split_once('/')?;
@@ -37,15 +37,15 @@ pub(super) fn at_commit(id: &str, commit: &str, path: &str) -> PathBuf {
     PathBuf::from(format!("{DATASETS}{id}@{commit}/{path}"))
 }
 
-/// Returns the part of an address before `://`; `None` if `name` is none.
+/// Returns the part of an address before `://`, or `None` if `name` is not an address.
 pub(crate) fn scheme(name: &Path) -> Option<&str> {
     let (scheme, _) = name.to_str()?.split_once("://")?;
     let is_one = !scheme.is_empty() && scheme.bytes().all(|byte| byte.is_ascii_alphanumeric());
     is_one.then_some(scheme)
 }
 
-/// Returns the datasets that two lists of inputs have at different commits, as a sentence; `None` if they differ
-/// otherwise.
+/// Returns the first dataset that two lists of inputs have at different commits, as a sentence. Returns `None` if the
+/// lists differ otherwise.
 pub(crate) fn moved<'a>(
     before: impl Iterator<Item = &'a str>,
     now: impl Iterator<Item = &'a str>,

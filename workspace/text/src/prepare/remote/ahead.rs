@@ -1,6 +1,5 @@
-//! Downloads ahead of use: while an input is read, a thread fetches the next remote one, and no further, so that a
-//! dataset larger than the disk passes through it. What this program has downloaded to its own directory is removed when
-//! it was used.
+//! Downloads ahead of use. While an input is read, a thread downloads only the next remote input, so that a dataset
+//! larger than the disk can be read. Files that this program has downloaded to its own directory are removed after use.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -14,15 +13,15 @@ use crate::prepare::names::Input;
 use crate::prepare::reader::Identity;
 use crate::prepare::{Error, Result};
 
-/// Time after which a wait for a file notices that it is to end.
+/// Interval at which a wait for a file checks whether to stop.
 const WAIT: Duration = Duration::from_millis(50);
-/// How long the end waits for a download to notice it: one that waits for the hub is left alone.
+/// Maximum wait at the end for a download to stop. A download that waits for the hub is abandoned.
 const STOP_WAIT: Duration = Duration::from_millis(500);
 
-/// The inputs of a command, each with its path on this machine once it is there.
+/// The inputs of a command, each with its path on this machine once it is downloaded.
 pub(crate) struct Downloads {
     shared: Arc<Shared>,
-    /// Gives remote files in order; `None` after the end.
+    /// Receives remote files in order; `None` after the end.
     fetched: Mutex<Option<Receiver<Result<PathBuf>>>>,
     /// Not joined: the program may end while the hub does not answer.
     thread: JoinHandle<()>,
@@ -31,21 +30,21 @@ pub(crate) struct Downloads {
 
 struct Shared {
     inputs: Vec<Input>,
-    /// Of this program's own downloads.
+    /// Directory of this program's own downloads.
     directory: PathBuf,
     stop: AtomicBool,
     bytes: AtomicU64,
 }
 
 impl Downloads {
-    /// Begins to download the remote ones of `inputs` from number `first` on; `directory` is for those that do not stay
-    /// in the hub's cache.
+    /// Starts to download the remote inputs from number `first` on. Files that do not stay in the hub's cache go to
+    /// `directory`.
     pub(crate) fn start(inputs: Vec<Input>, first: usize, directory: PathBuf) -> Self {
         let total =
             inputs.iter().skip(first).filter_map(Input::remote).map(RemoteFile::bytes).sum();
         let (stop, bytes) = (AtomicBool::new(false), AtomicU64::new(0));
         let shared = Arc::new(Shared { inputs, directory, stop, bytes });
-        // Without room: the next download begins when this one's file is asked for.
+        // Without room: the next download starts when this file is asked for.
         let (sender, receiver) = sync_channel(0);
         let thread = {
             let shared = Arc::clone(&shared);
@@ -58,8 +57,8 @@ impl Downloads {
         self.shared.inputs.len()
     }
 
-    /// Returns the path of an input on this machine, when it is there. A remote input is asked for once, in order.
-    /// Fails if it cannot be downloaded, and with [`Error::Interrupted`] after the end.
+    /// Returns the path of an input on this machine, and waits until it is downloaded. Remote inputs are asked for
+    /// once, in order. Fails if the download fails, and with [`Error::Interrupted`] after the end.
     pub(crate) fn path(&self, number: usize) -> Result<PathBuf> {
         if let Input::Local(path) = &self.shared.inputs[number] {
             return Ok(path.clone());
@@ -80,7 +79,7 @@ impl Downloads {
         Some(Identity::of_version(file.bytes(), file.version()))
     }
 
-    /// Removes an input that was used, if it is this program's own download.
+    /// Removes a used input if it is this program's own download.
     pub(crate) fn release(&self, number: usize) -> Result<()> {
         let Some(file) = self.shared.inputs[number].remote() else { return Ok(()) };
         let place = self.shared.place(file);
@@ -88,15 +87,15 @@ impl Downloads {
         Ok(moh_files::remove_directory(directory).map_err(moh_files::io(directory))?)
     }
 
-    /// Returns the bytes of remote files that are here, and of all that are needed.
+    /// Returns the downloaded bytes of remote files, and the bytes of all that are needed.
     pub(crate) fn bytes(&self) -> (u64, u64) {
         (self.shared.bytes.load(Ordering::Relaxed), self.total)
     }
 
-    /// Ends the downloads; who waits for one gets an error.
+    /// Stops the downloads. A wait for a file gets an error.
     pub(crate) fn stop(&self) {
         self.shared.stop.store(true, Ordering::Relaxed);
-        // A thread whose file nobody asks for ends too.
+        // A thread with a file that nobody asks for also ends.
         drop(self.lock().take());
         let start = Instant::now();
         while !self.thread.is_finished() && start.elapsed() < STOP_WAIT {
@@ -117,7 +116,7 @@ impl Drop for Downloads {
 }
 
 impl Shared {
-    /// Fetches the remote inputs until one fails, or nobody asks for the next one.
+    /// Downloads the remote inputs until a download fails, or nobody asks for the next input.
     fn download(&self, first: usize, fetched: &SyncSender<Result<PathBuf>>) {
         let mut before = 0;
         for file in self.inputs.iter().skip(first).filter_map(Input::remote) {
@@ -131,8 +130,9 @@ impl Shared {
         }
     }
 
-    /// Where a remote file lies in the directory of downloads: by address and version, so that another version never
-    /// continues it, and under its own name, whose ending may be what tells its format.
+    /// Returns the path of a remote file in the directory of downloads. The folder is named by address and version, so
+    /// that another version never resumes the download. The file's own name stays, because its ending may decide the
+    /// format.
     fn place(&self, file: &RemoteFile) -> PathBuf {
         let mut hasher = blake3::Hasher::new();
         hasher.update(file.name().as_os_str().as_encoded_bytes());

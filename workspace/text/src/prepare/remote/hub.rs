@@ -1,5 +1,5 @@
-//! The files that addresses of datasets on Hugging Face's hub stand for. A revision is resolved to a commit once, which
-//! is part of the files' names.
+//! The files that addresses of datasets on Hugging Face's hub stand for. A revision is resolved to a commit once. The
+//! commit is part of the files' names.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use super::address::{Address, at_commit};
 use super::scheme;
 use crate::prepare::{Error, Result};
 
-/// How patterns match everywhere: `*` stays within a name, and finds no hidden ones.
+/// How patterns match everywhere: `*` stays within a name, and matches no hidden names.
 const OPTIONS: MatchOptions = MatchOptions {
     case_sensitive: true,
     require_literal_separator: true,
@@ -23,15 +23,15 @@ const OPTIONS: MatchOptions = MatchOptions {
 pub(crate) struct Hub {
     /// Whether files stay in the cache that the hub's other programs share.
     pub(crate) keep: bool,
-    /// Each with its revision as it was named.
+    /// The datasets, each with its revision as it was named.
     pub(crate) open: Vec<(Option<String>, Arc<Dataset>)>,
 }
 
-/// A file of a dataset, which is not on this machine until it is fetched.
+/// A file of a dataset, which is downloaded by `fetch`.
 pub(crate) struct RemoteFile {
     dataset: Arc<Dataset>,
     file: moh_hf::hub::RemoteFile,
-    /// Its address with the commit, for users and for the record of a token file.
+    /// The file's address with the commit, for users and for the record of a token file.
     name: PathBuf,
     keep: bool,
 }
@@ -62,7 +62,7 @@ impl Hub {
         Ok(files_of(&dataset, glob)?.into_iter().map(file).collect())
     }
 
-    /// Returns the dataset at the commit that its revision has at the first time.
+    /// Returns the dataset at the commit of its revision. The first call resolves the revision.
     fn open(&mut self, id: &str, revision: Option<String>) -> Result<Arc<Dataset>> {
         let is_it =
             |(named, dataset): &&(_, Arc<Dataset>)| *named == revision && dataset.id() == id;
@@ -81,7 +81,7 @@ fn files_of(dataset: &Dataset, glob: &str) -> Result<Vec<moh_hf::hub::RemoteFile
     let (folder, is_deep) = folder_of(glob);
     let mut listed = dataset.list(folder, is_deep)?;
     listed.sort_by(|one, other| one.name.cmp(&other.name));
-    // A file of that name wins over the pattern.
+    // A file of this name has precedence over the pattern.
     if let Some(file) = listed.iter().find(|file| file.name == glob) {
         return Ok(vec![file.clone()]);
     }
@@ -119,8 +119,8 @@ fn folder_of(glob: &str) -> (&str, bool) {
     (glob[..end].trim_end_matches('/'), rest.contains('/') || rest.contains("**"))
 }
 
-/// Refuses shards of a set, `NAME-00000-of-00005`, of which the cache lacks some: without the hub, nothing else tells
-/// that files are missing.
+/// Rejects an incomplete set of shards, `NAME-00000-of-00005`, in the cache: without the hub, nothing else shows that
+/// files are missing.
 fn check_shards(name: &Path, files: &[moh_hf::hub::RemoteFile]) -> Result<()> {
     let mut sets: BTreeMap<(&str, u64), u64> = BTreeMap::new();
     for file in files {
@@ -158,24 +158,25 @@ fn some_of<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
 }
 
 impl RemoteFile {
-    /// Its address with the commit: it says all that identifies a file that cannot change.
+    /// Returns the address with the commit, which identifies the file: its content cannot change.
     pub(crate) fn name(&self) -> &Path {
         &self.name
     }
 
-    /// Its bytes as stored.
+    /// Returns the file's size as stored.
     pub(crate) fn bytes(&self) -> u64 {
         self.file.size
     }
 
-    /// Its content address, which differs between versions of the file.
+    /// Returns the content address, which differs between versions of the file.
     pub(crate) fn version(&self) -> &str {
         &self.file.blob
     }
 
-    /// Downloads it, unless it is in the cache, and returns its path there or, if files do not stay in the cache, the
-    /// path `place`. `report` gets the bytes that are there. The next call resumes a partial download. Fails if the hub
-    /// does not provide it or the disk is full, and with [`Error::Interrupted`] if `stop` was set.
+    /// Downloads the file, unless it is in the cache. Returns its path in the cache or, if files do not stay in the
+    /// cache, the path `place`. `report` gets the bytes that are on this machine. The next call resumes a partial
+    /// download. Fails if the hub does not provide the file or the disk is full, and with [`Error::Interrupted`] if
+    /// `stop` was set.
     pub(crate) fn fetch(
         &self,
         place: &Path,

@@ -1,5 +1,5 @@
-//! Variants of a recipe, trained one after the other: the stages that they share once, and then each from where
-//! it differs. The end is a table and a record of all of them.
+//! Variants of a recipe, trained one after the other. Shared stages are trained once, then each variant from its first
+//! own stage. The end is a table and a record of all variants.
 
 mod table;
 
@@ -46,7 +46,7 @@ pub(crate) fn train(session: &Session<'_>, comparison: &Comparison) -> anyhow::R
     }
 }
 
-/// Returns the places of the runs in their order, as the first rank finds it.
+/// Returns the indices of the runs in the first rank's order of training.
 fn order(session: &Session<'_>, comparison: &Comparison) -> anyhow::Result<Vec<usize>> {
     let order = match session.is_first() {
         true => {
@@ -58,8 +58,8 @@ fn order(session: &Session<'_>, comparison: &Comparison) -> anyhow::Result<Vec<u
     Ok(order.split_whitespace().map(str::parse).collect::<Result<_, _>>()?)
 }
 
-/// Returns whether the run is trained now, as the first rank decides for all. A run that may not take a step in the
-/// time that is left is not begun after another one.
+/// Returns whether the run is trained now. The first rank decides for all ranks. After another run, a run is not
+/// started if the remaining time may not suffice for a step.
 fn is_next(
     session: &Session<'_>,
     comparison: &Comparison,
@@ -86,7 +86,7 @@ fn is_next(
     }
 }
 
-/// Returns the run, and where it begins.
+/// Describes the run, and the stages that it shares.
 fn announcement(comparison: &Comparison, run: &PlannedRun) -> String {
     let stages = |count: usize| {
         let names = run.recipe.stages.iter().take(count).map(|stage| stage.name.as_str());

@@ -1,4 +1,4 @@
-//! The table of a comparison: a row for each variant, a column for each moment at which it was evaluated.
+//! The table of a comparison: a row for each variant, a column for each moment of evaluation.
 
 use std::fmt::Write as _;
 
@@ -14,8 +14,8 @@ pub(super) struct Row<'a> {
     pub results: Results,
 }
 
-/// Returns the table, the losses of further validation sets below those of the first, and the keys that each variant
-/// changes.
+/// Returns the table and the keys that each variant changes. The losses of further validation sets are below the losses
+/// of the first set.
 pub(super) fn table(rows: &[Row<'_>]) -> String {
     let moments = moments(rows);
     let lines: Vec<Vec<String>> = rows.iter().flat_map(|row| of_row(row, &moments, rows)).collect();
@@ -72,13 +72,13 @@ fn header(moments: &[String]) -> Vec<String> {
     cells
 }
 
-/// Marks a loss that cannot be compared with those of the first variant.
+/// Marks a loss that cannot be compared with the first variant's losses.
 const OTHER: char = '*';
 
-/// Returns the lines of a variant, one of `rows`: of its first validation set, and of the others.
+/// Returns the lines of a variant, one of `rows`: a line for its first validation set, and a line for each other set.
 fn of_row(row: &Row<'_>, moments: &[String], rows: &[Row<'_>]) -> Vec<Vec<String>> {
     let results = &row.results;
-    // A stage that went on has several ends, of which the last counts.
+    // A stage that was extended has several ends: the last end counts.
     let at = |moment: &String| {
         results.evaluations.iter().rev().find(|evaluation| name(evaluation) == *moment)
     };

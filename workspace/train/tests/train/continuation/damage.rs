@@ -33,7 +33,7 @@ fn killed(place: &TestRun) -> Recipe {
     recipe
 }
 
-/// Runs a recipe to its end; returns what it says of checkpoints.
+/// Runs a recipe to its end; returns its messages about checkpoints.
 fn finish_and_hear(recipe: &Recipe) -> Vec<String> {
     heard(recipe, |event| match event {
         Event::DamagedCheckpoint { path, .. } => {
@@ -87,7 +87,7 @@ fn what_cannot_be_read_is_not_taken_for_damage() {
         fs::remove_dir(&path).unwrap();
         fs::rename(&saved, &path).unwrap();
     }
-    // Another version's format, whose other fields are unknown.
+    // Another version's format, with other fields that are unknown.
     let [manifest, hash] = ["manifest.json", "manifest.json.b3"].map(|name| newest.join(name));
     let saved = [&manifest, &hash].map(|path| (path, fs::read(path).unwrap()));
     let refused = |text: &str, expected: &str| {
@@ -153,7 +153,7 @@ fn lost_metrics_are_begun_again_with_a_warning() {
         let aside = run.root().join("metrics-before-step-8.jsonl");
         assert_eq!(aside.is_file(), lost != "missing");
     }
-    // A run whose metrics begin later resumes as any other.
+    // A run with metrics that start later resumes as any other run.
     let recipe = place.recipe_in("later", &[]);
     stop_at(&recipe, 3);
     fs::remove_file(run_of(&recipe).metrics()).unwrap();
@@ -177,7 +177,7 @@ fn no_flipped_byte_of_a_checkpoint_goes_unseen() {
     };
     for file in FILES {
         let length = fs::read(good.join(file)).unwrap().len();
-        // Every byte of what is text, and some of the numbers.
+        // Every third byte of text, and some bytes of numbers.
         let text = length.min(if file.ends_with(".json") { 600 } else { 300 });
         for position in (0..text).step_by(3).chain((text..length).step_by(length / 50 + 1)) {
             flip(&good.join(file), |_| position);
@@ -206,7 +206,7 @@ fn without_a_good_checkpoint_a_run_begins_anew_only_when_asked() {
     for step in [6, 8] {
         shorten(&run.checkpoint(step).join("manifest.json"));
     }
-    // The damage is found once; then nothing is left, as if the checkpoints had been removed.
+    // The damage is found once. Then no checkpoint is left, as if the checkpoints had been removed.
     for _ in 0..2 {
         let error = refusal(&recipe);
         assert!(error.contains(NONE_LEFT) && error.contains("--begin-anew"), "{error}");
@@ -223,7 +223,7 @@ fn without_a_good_checkpoint_a_run_begins_anew_only_when_asked() {
     assert!(before.recipe().is_file());
 }
 
-/// Begins a run again, in a directory that has one, and finishes it.
+/// Starts a new run in a directory that has a run, and finishes it.
 fn begin_anew(recipe: &Recipe) {
     let start = Start { begin_anew: true, ..Start::default() };
     let found = start.finish_and_hear(recipe, |event, _| {

@@ -11,8 +11,8 @@ use super::{STEPS, killed_at, remains};
 use crate::support::driver::{finish, reference, stop_at, stop_when, watch};
 use crate::support::{TestRun, run_of};
 
-/// Runs a recipe, asking it to stop before the batches number `batch` of its evaluations, or before the first
-/// ones of its evaluation number `evaluation`.
+/// Runs a recipe, and asks it to stop before its `batch`-th batch of all evaluations, or before the first batch of its
+/// `evaluation`-th evaluation.
 fn stop_in(recipe: &Recipe, batch: Option<usize>, evaluation: Option<usize>) -> Outcome {
     let (mut batches, mut evaluations) = (0, 0);
     let mut is_asked = false;
@@ -73,12 +73,12 @@ fn a_run_that_is_stopped_between_any_batches_of_an_evaluation_ends_the_same() {
 fn a_run_that_is_stopped_in_every_evaluation_ends_the_same() {
     let place = TestRun::new();
     let recipe = place.recipe(&[]);
-    // Each start repeats the evaluation that the one before was stopped in, and is stopped in the next.
+    // Each start repeats the evaluation in which the start before was stopped, and is stopped in the next evaluation.
     assert_eq!(stop_in(&recipe, None, Some(0)), Outcome::StoppedBeforeTraining);
-    // The checkpoint of step 5 goes on lacking its evaluation until the next one.
+    // The checkpoint of step 5 lacks its evaluation until the next checkpoint.
     for (evaluation, step) in [(1, 3), (1, 5), (1, 5), (2, 6), (1, 9), (1, 10)] {
         assert_eq!(stop_in(&recipe, None, Some(evaluation)), Outcome::Stopped { step });
-        // Again in the same one: the state stays.
+        // Again in the same evaluation: the state stays.
         assert_eq!(stop_in(&recipe, None, Some(0)), Outcome::Stopped { step });
     }
     assert!(finish(&recipe) == *reference());

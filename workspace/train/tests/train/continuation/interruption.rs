@@ -12,7 +12,7 @@ use crate::support::{TestRun, run_of};
 
 #[test]
 fn a_stopped_run_continues_to_the_same_end() {
-    // Between checkpoints, at one, at the last step of a stage, after the first of the next.
+    // Between checkpoints, at a checkpoint, at the last step of a stage, after the first step of the next stage.
     for step in [1, 3, 4, 5, 6, 9] {
         let place = TestRun::new();
         let recipe = place.recipe(&[]);
@@ -39,7 +39,7 @@ fn a_run_that_is_stopped_at_every_step_ends_the_same() {
 #[test]
 fn a_killed_run_continues_to_the_same_end() {
     let place = TestRun::new();
-    // Before the first checkpoint, between two, at a stage's end, at the run's end.
+    // Before the first checkpoint, between two checkpoints, at a stage's end, at the run's end.
     let copies =
         [1, 3, 5, 7, STEPS].map(|step| (step, place.recipe_in(&format!("copy-{step}"), &[])));
     let paths = copies.each_ref().map(|(step, copy)| (*step, copy.run.dir.as_path()));
@@ -64,7 +64,7 @@ fn a_killed_run_continues_to_the_same_end() {
         }
         assert!(finish(&recipe) == *reference(), "killed at {step}");
         assert!(remains(&recipe).is_empty(), "{:?}", remains(&recipe));
-        // And once more, to be sure that it is finished.
+        // Once more, to check that the run is finished.
         recipe.log.tensorboard = false;
         assert!(matches!(driver::run(&recipe).unwrap(), Outcome::AlreadyFinished(_)));
     }
@@ -139,7 +139,7 @@ const ACCUMULATION_TOLERANCE: f64 = 1e-5;
 
 #[test]
 fn accumulating_micro_batches_is_one_large_batch() {
-    // The balance loss is a mean over micro-batches, not over tokens: it is left out here.
+    // The balance loss is a mean over micro-batches, not over tokens, so it is omitted here.
     let base = ["stage.adapt.batch_tokens=32", "stage.moh.batch_tokens=32"];
     let with = |micro_batch: usize| {
         let sizes = [

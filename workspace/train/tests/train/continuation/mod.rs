@@ -1,5 +1,5 @@
-//! A run that was interrupted, at any moment and in any way, ends as one that never was: the same
-//! weights bit for bit, the same metrics but for the speed, the same summary.
+//! A run that was interrupted, at any moment and in any way, ends as a run without interruption: the same weights bit
+//! for bit, the same metrics except the speed, the same summary.
 
 mod damage;
 mod evaluations;
@@ -20,7 +20,7 @@ use moh_train::Event;
 /// Steps of the recipe below: five of each stage.
 const STEPS: u64 = 10;
 
-/// Waits until the checkpoint that was begun last is complete and the older ones are removed.
+/// Waits until the newest checkpoint is complete and older checkpoints are removed.
 fn wait_for_checkpoints(run: &RunDirectory, keep: usize) {
     let is_written = || {
         let in_flight = |name: &str| name.starts_with(".tmp-");
@@ -35,8 +35,8 @@ fn wait_for_checkpoints(run: &RunDirectory, keep: usize) {
     }
 }
 
-/// Runs a recipe to its end, and copies its directory after the report of a step and before what follows it: what a
-/// process that was killed there leaves, if the checkpoint of the step before was written by then.
+/// Runs a recipe to its end, and copies its directory after the report of a step, before anything follows. A process
+/// that was killed there would leave the same files, if the checkpoint of the step before was written by then.
 fn killed_at(recipe: &Recipe, copies: &[(u64, &Path)]) -> Results {
     Start::default().finish_and_hear(recipe, |event, _| {
         for (_, copy) in
@@ -48,7 +48,7 @@ fn killed_at(recipe: &Recipe, copies: &[(u64, &Path)]) -> Results {
     })
 }
 
-/// Of a recipe's uninterrupted run.
+/// Returns the results of a recipe's uninterrupted run.
 fn uninterrupted(overrides: &[&str]) -> Results {
     finish(&TestRun::new().recipe(overrides))
 }

@@ -1,4 +1,4 @@
-//! What a run leaves: checkpoints, metrics, an export; and runs that have finished.
+//! The files of a run: checkpoints, metrics and an export. Also runs that have finished.
 
 use std::fs;
 
@@ -27,7 +27,7 @@ fn a_finished_run_stays_finished_without_its_data_and_its_checkpoints() {
     let text = fs::read(place.path("text.bin")).unwrap();
     fs::remove_file(place.path("text.bin")).unwrap();
     says_so_and_changes_nothing();
-    // Nothing is left to export it again from.
+    // No checkpoint is left to export the model from.
     fs::write(place.path("text.bin"), text).unwrap();
     fs::remove_dir_all(run_of(&recipe).export()).unwrap();
     let before = files(&recipe.run.dir);
@@ -89,7 +89,7 @@ fn metrics_have_the_documented_fields() {
     for (number, line) in (1..).zip(&lines) {
         let mut fields = vec!["stage", "step", "tokens", "loss", "balance_loss", "learning_rate"];
         fields.extend(["grad_norm", "tokens_per_second"]);
-        // Every third step, and the last of a stage.
+        // Every third step, and the last step of a stage.
         if number % 3 == 0 || number % 5 == 0 {
             fields.extend(["validation_loss", "validation_bits_per_byte"]);
             assert!(line["validation_loss"].is_f64() && line["validation_bits_per_byte"].is_null());

@@ -13,8 +13,7 @@ use super::{STEPS, killed_at};
 use crate::support::driver::{finish, finish_in_parts, reference, refusal, refuses, stop_at};
 use crate::support::{TestRun, files, move_tokens, run_of, token_files, write_tokens};
 
-/// Returns a directory with a second file, and overrides that give each stage a mixture and a sequence length of its
-/// own.
+/// Returns a directory with a second file, and overrides with a mixture and a sequence length for each stage.
 fn mixtures() -> (TestRun, [String; 4]) {
     let place = TestRun::new();
     let dir = place.dir.path().display().to_string();
@@ -134,7 +133,7 @@ fn no_window_comes_again_before_all_of_a_file_are_read() {
     for name in ["text", "other"] {
         write_tokens(&place.path(name), 5, 200);
     }
-    // Two mixtures of one length; the third stage continues the first one's.
+    // Two mixtures of one length. The third stage continues the first stage's mixture.
     let mut recipe = recipe(&place, &overrides[..2], "run");
     recipe.stages.push(moh_recipe::Stage { name: "again".to_owned(), ..recipe.stages[0].clone() });
     let training = open_training(&recipe, 64).unwrap();
@@ -150,7 +149,7 @@ fn no_window_comes_again_before_all_of_a_file_are_read() {
         assert_eq!(source.tokens_drawn, 8 * read(number));
         assert!(source.epochs < 1.0 && source.epochs > 0.0);
     }
-    // Without the second stage, the first and the third one read the same samples.
+    // Without the second stage, the first and the third stage read the same samples.
     recipe.stages.remove(1);
     let alone = windows(&recipe, &open_training(&recipe, 64).unwrap());
     assert_eq!(alone[..40], found[..40]);

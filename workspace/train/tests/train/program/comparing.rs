@@ -1,4 +1,4 @@
-//! Variants of a recipe in one command: the stages that they share, interruptions, additions and changes.
+//! Variants of a recipe in one command: shared stages, interruptions, additions and changes.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -131,11 +131,11 @@ fn a_changed_comparison_is_refused_before_anything_is_trained() {
     let text = refused(&["base"], &[]);
     assert!(text.contains("compared/half: is a variant of this comparison"), "{text}");
 
-    // What changes no weight may change, and the last stage may grow: in all variants.
+    // Keys that change no weight may change, and the last stage may grow, in all variants.
     let longer = [SHORT[0], "stage.moh.tokens=2560", "log.every_steps=3"];
     success(&mut compare(dir, &["base", HALF], &longer));
     assert_eq!(record(dir)["variants"][1]["results"]["steps"], 70);
-    // Without the run of the shared stages, which no variant needs any more.
+    // Without the run of the shared stages, which no variant needs now.
     fs::remove_dir_all(dir.join("compared/shared-adapt")).unwrap();
     success(&mut compare(dir, &["base", HALF], &longer));
     assert!(!dir.join("compared/shared-adapt").exists());

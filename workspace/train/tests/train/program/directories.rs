@@ -1,5 +1,5 @@
-//! Whose a run directory is: other people's files are refused, a moved run is the run of its recipe, and one that is
-//! removed while it trains is not made again.
+//! The owner of a run directory. Other people's files are refused, and a moved run is the run of its recipe. A
+//! directory that is removed while the run trains is not created again.
 
 use std::fs;
 use std::path::Path;
@@ -60,7 +60,7 @@ fn the_recipe_of_a_moved_run_is_that_run_unless_the_command_names_another() {
     assert_eq!(told, expected);
     assert!(printed.starts_with("this run has already finished\n"));
     assert!(!dir.path().join("run").exists());
-    // It is stored, and says no more.
+    // The directory is stored, and the message does not come again.
     assert_eq!(start(&[]).1, "");
     start(&["--set", "run.dir=again"]);
     assert!(results(&dir.path().join("again")) == results(&dir.path().join("moved")));

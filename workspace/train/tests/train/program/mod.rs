@@ -49,7 +49,7 @@ fn started(command: &mut Command, lines: usize) -> Started {
     (child, reader)
 }
 
-/// Sends a signal to a run; its exit code, and what it tells until its end.
+/// Sends a signal to a run. Returns its exit code, and its output until its end.
 fn ended_by(name: &str, (mut child, mut reader): Started) -> (Option<i32>, String) {
     signal(child.id(), name);
     let mut rest = String::new();

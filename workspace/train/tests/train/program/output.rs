@@ -1,4 +1,4 @@
-//! What a run tells, and its steps replayed.
+//! The output of a run, and replays of its steps.
 
 use std::fs;
 use std::path::Path;
@@ -25,7 +25,7 @@ fn lines_count_the_steps_of_all_stages() {
 fn lines_name_data_stages_and_evaluations() {
     let dir = prepared();
     let (table, text) = exits(&mut moh_train(dir.path(), &[]), 0);
-    // 480 sequences of 16 tokens; the file has 124 of them.
+    // 480 sequences of 16 tokens. The file has 124 sequences.
     let mut lines = text.lines();
     assert_eq!(lines.next(), Some("data text: 3.87 epochs, 7,680 tokens of 2,000"));
     let warning = "warning: text is read 3.87 times: add data, or lower the stages' tokens or the \
@@ -64,7 +64,7 @@ fn the_commands_to_try_next_hold_as_they_are_and_compare_like_with_like() {
     let table = success(&mut moh_train(dir.path(), &[&short[..], &other[..]].concat()));
     let commands = next_commands(&table);
     let run = |words: &[String]| {
-        // The programs are beside each other.
+        // The programs are in one directory.
         let path = Path::new(PROGRAM).with_file_name(&words[0]);
         success(program(path.to_str().unwrap(), dir.path()).args(&words[1..]))
     };
@@ -99,7 +99,7 @@ fn a_text_without_end_of_text_is_warned_of() {
         let (_, text) = exits(&mut moh_train(dir.path(), &short), 0);
         text.lines().filter(|line| line.starts_with("warning: text: ")).count()
     };
-    // Without a record, with none, and with a token.
+    // Without a record of the token, with a record of no token, and with a token.
     assert_eq!(warning(&|_| {}), 0);
     assert_eq!(warning(&|json| json["eos_token"] = Value::Null), 1);
     assert_eq!(warning(&|json| json["eos_token"] = "e".into()), 0);

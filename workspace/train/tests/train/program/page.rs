@@ -7,7 +7,7 @@ use super::PROGRAM;
 use moh_testkit::programs::{assert_has, program, success, trainable, two_stages};
 use moh_testkit::whole_page::check;
 
-/// Returns the page of a run, made by the program beside this one.
+/// Returns the page of a run, made by the program in the same directory.
 pub(crate) fn page(run: &Path) -> String {
     let report = Path::new(PROGRAM).with_file_name("moh-report");
     let (place, name) = (run.parent().unwrap(), run.file_name().unwrap());
@@ -45,7 +45,7 @@ fn a_finished_run_has_every_section() {
     ];
     assert_has(&page, &parts);
     assert!(!page.contains("Steps that were not applied"));
-    // Two routed heads of four: half of the tokens on average, whatever the head.
+    // Two routed heads of four: half of the tokens on average over the heads.
     let table = page.split("Percent of the tokens that select each head").nth(1).unwrap();
     let row = table.split("<tbody><tr>").nth(1).unwrap().split("</tr>").next().unwrap();
     let loads: Vec<f64> =

@@ -29,7 +29,7 @@ fn a_missing_shape_names_its_key_and_from_where_its_path_is_meant() {
     assert!(missing.starts_with(expected), "{missing}");
     let from = format!("a relative path is one from the current directory, {}", here.display());
     assert!(missing.ends_with(&from), "{missing}");
-    // A file that is there is not looked for elsewhere.
+    // If the file exists, the error does not name the current directory.
     let other = plan("recipe.toml");
     assert!(other.starts_with("recipe.toml: model.config: recipe.toml: "), "{other}");
     assert!(!other.contains("current directory"), "{other}");
@@ -54,7 +54,7 @@ fn a_plan_shows_the_epochs_of_each_source() {
     assert!(absent.contains("epochs: not known, not all files of data.sources are on"), "{absent}");
 }
 
-/// `moh-train --plan` of the paper's run with more arguments.
+/// Returns `moh-train --plan` of the paper's run with more arguments.
 fn cluster_plan(arguments: &[&str]) -> Command {
     let mut command = program(PROGRAM, &repository());
     command.args(["--recipe", "recipes/moh-llama3-8b.toml", "--plan"]).args(arguments);
@@ -78,7 +78,7 @@ fn the_plan_of_many_ranks_has_their_memory_traffic_and_time() {
         "one checkpoint: not known; set node.filesystem_write_gb_per_s and node.hash_gb_per_s",
     ];
     assert_has(&text, &parts);
-    // Each time names how its rates are known, and the rates follow.
+    // Each time names the basis of its rates, and the rates follow.
     let ends = |start: &str, end: &str| {
         let mut lines = text.lines().map(str::trim);
         assert!(

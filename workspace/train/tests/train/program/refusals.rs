@@ -109,7 +109,7 @@ fn a_token_file_of_another_tokenizer_is_refused() {
     let text = stderr(&moh_train(root, &["data.validation.path=theirs"]).output().unwrap());
     assert!(text.contains("warning: source/tokenizer.json: is not the one that the"), "{text}");
     fs::remove_dir_all(root.join("run")).unwrap();
-    // The tokenizer gives bits per byte, and goes with the export.
+    // With the tokenizer, losses have bits per byte, and the export has the tokenizer.
     let ours = ["data.sources=[{path = \"ours\"}]", "data.validation.path=ours"];
     let text = success(&mut moh_train(root, &ours));
     assert!(text.contains("moh-generate --model run/export"), "{text}");

@@ -82,7 +82,7 @@ fn a_signal_is_acknowledged_at_once_and_obeyed_within_an_evaluation() {
         "stage.adapt.tokens=25600",
     ];
     for name in ["INT", "TERM"] {
-        // The data is told of before the evaluation.
+        // The data is reported before the evaluation.
         let (mut child, mut reader) = started(&mut moh_train(dir.path(), &long), 1);
         std::thread::sleep(Duration::from_millis(100));
         let asked = Instant::now();
@@ -104,7 +104,7 @@ fn a_second_signal_aborts_without_a_checkpoint() {
     for (first, second, code) in [("INT", "INT", 130), ("TERM", "TERM", 143), ("TERM", "INT", 130)]
     {
         let dir = prepared();
-        // A step takes seconds.
+        // A step lasts seconds.
         let long = ["stage.adapt.batch_tokens=6400000", "stage.adapt.tokens=64e6"];
         let (mut child, mut reader) = started(&mut moh_train(dir.path(), &long), 1);
         while !next_line(&mut reader).starts_with("stage adapt: ") {}
@@ -163,7 +163,7 @@ fn a_time_limit_and_the_end_of_a_job_stop_a_run_with_75() {
         command
     };
     assert!(stopped(&mut job(end)) > first);
-    // The end of a job that is over does not count: the run goes on until it is stopped.
+    // The end of a job that is over does not count: the run continues until it is stopped.
     assert_eq!(ended_by("TERM", started(&mut job(end - 1000), 5)).0, Some(75));
 }
 
@@ -183,7 +183,7 @@ fn a_stopped_run_continues_when_its_model_is_gone_and_a_new_one_does_not_start()
 #[test]
 fn a_hangup_stops_a_run_unless_it_is_ignored() {
     let dir = prepared();
-    // Whoever runs the tests may ignore it, which programs inherit.
+    // The process that runs the tests may ignore SIGHUP, and programs inherit this.
     let mut listening = program("env", dir.path());
     listening.args(["--default-signal=HUP", PROGRAM, "--recipe", "recipe.toml"]);
     let run = started(listening.args(["--set", "stage.adapt.tokens=64e6"]), 5);
@@ -219,7 +219,7 @@ fn a_full_disk_keeps_the_newest_checkpoint_and_room_continues() {
     let step = newest_checkpoint(&run);
     assert!(step >= 7, "{step}");
     let before = names(&run.join("checkpoints"));
-    // 32 blocks are 16 or 32 KB, depending on the shell; the weights have 46.
+    // 32 blocks are 16 or 32 KB, depending on the shell. The weights have 46 KB.
     let script = format!("ulimit -f 32; exec '{PROGRAM}' --recipe recipe.toml");
     let mut shell = Command::new("sh");
     isolate(&mut shell, dir.path());
@@ -228,7 +228,7 @@ fn a_full_disk_keeps_the_newest_checkpoint_and_room_continues() {
     assert!(last.starts_with("error: ") && last.contains("File too large"), "{text}");
     let good = format!("the last good checkpoint is of step {step}");
     assert!(last.contains("the checkpoint could not be written") && last.contains(&good), "{text}");
-    // The run has gone on until its end, and tried again at every seventh step and at the stages' ends.
+    // The run has continued until its end, and retried at every seventh step and at the stages' ends.
     let warnings = text.lines().filter(|line| line.starts_with("warning: the checkpoint of step "));
     let attempts = (step + 1..=120).filter(|step| step % 7 == 0 || step % 60 == 0).count();
     assert_eq!(warnings.count(), attempts, "{text}");

@@ -1,5 +1,5 @@
-//! Runs a recipe in this process: on threads that play ranks, from a checkpoint, until a step, or with what a kill
-//! would leave.
+//! Runs a recipe in this process: on threads that act as ranks, from a checkpoint, until a step, or from the files that
+//! a kill would leave.
 
 use std::ops::Range;
 use std::path::Path;
@@ -16,14 +16,15 @@ use super::{TestRun, copy_running, run_of};
 use moh_testkit::assert_refused;
 use moh_testkit::ranks::on_ranks;
 
-/// How a run starts and ends.
+/// The start and the end of a run.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Start<'a> {
     pub resume_step: Option<u64>,
     pub begin_anew: bool,
     /// Asked to stop during this step; 0 for never.
     pub stop_at: u64,
-    /// Where its directory is copied to after the report of a step: what a process that was killed there leaves.
+    /// Steps and paths: after the report of a step, the directory is copied to the path, as a process that was killed
+    /// there leaves it.
     pub copies: &'a [(u64, &'a Path)],
 }
 
@@ -32,7 +33,7 @@ impl Start<'_> {
         self.run_and_hear(recipe, |_, _| {})
     }
 
-    /// Passes the events to `heard`, with what asks the run to stop.
+    /// Runs or resumes a recipe, and passes the events to `heard`, with the flag that stops the run.
     pub fn run_and_hear(
         self,
         recipe: &Recipe,
@@ -52,7 +53,7 @@ impl Start<'_> {
         })
     }
 
-    /// As [`Start::run`], to the run's end.
+    /// Runs or resumes a recipe to its end.
     #[track_caller]
     pub fn finish(self, recipe: &Recipe) -> Results {
         self.finish_and_hear(recipe, |_, _| {})
@@ -82,7 +83,7 @@ pub fn run_in(
     moh_train::run(&mut recipe.clone(), path, directory, device, world, options, heard)
 }
 
-/// Runs or resumes a recipe, and hears its events with what asks it to stop.
+/// Runs or resumes a recipe, and passes its events to `heard`, with the flag that stops the run.
 pub fn watch(recipe: &Recipe, heard: impl FnMut(&Event<'_>, &AtomicBool)) -> Result<Outcome> {
     Start::default().run_and_hear(recipe, heard)
 }
@@ -97,7 +98,7 @@ pub fn refusal(recipe: &Recipe) -> String {
     run(recipe).unwrap_err().to_string()
 }
 
-/// Checks that a recipe ends with an error whose message has this part.
+/// Checks that a recipe ends with an error that has this part in its message.
 #[track_caller]
 pub fn refuses(recipe: &Recipe, part: &str) {
     assert_refused(run(recipe), part);
@@ -109,13 +110,13 @@ pub fn finish(recipe: &Recipe) -> Results {
     Start::default().finish(recipe)
 }
 
-/// Returns the same, from the checkpoint of a step.
+/// Resumes a recipe from the checkpoint of a step, and runs it to its end.
 #[track_caller]
 pub fn finish_from(recipe: &Recipe, step: u64) -> Results {
     Start { resume_step: Some(step), ..Start::default() }.finish(recipe)
 }
 
-/// As [`finish`]; returns what `of` makes of the events.
+/// Runs a recipe as [`finish`]; returns the values that `of` returns for the events.
 #[track_caller]
 pub fn heard<R>(recipe: &Recipe, of: impl Fn(&Event<'_>) -> Option<R>) -> Vec<R> {
     let mut found = Vec::new();
@@ -123,7 +124,7 @@ pub fn heard<R>(recipe: &Recipe, of: impl Fn(&Event<'_>) -> Option<R>) -> Vec<R>
     found
 }
 
-/// As [`finish`]; returns the warnings.
+/// Runs a recipe as [`finish`]; returns the warnings.
 #[track_caller]
 pub fn warnings(recipe: &Recipe) -> Vec<String> {
     heard(recipe, |event| match event {
@@ -132,7 +133,7 @@ pub fn warnings(recipe: &Recipe) -> Vec<String> {
     })
 }
 
-/// As [`finish`]; returns the steps after which the run was resumed.
+/// Runs a recipe as [`finish`]; returns the steps after which the run was resumed.
 #[track_caller]
 pub fn resumed(recipe: &Recipe) -> Vec<u64> {
     heard(recipe, |event| match event {
@@ -148,7 +149,7 @@ pub fn stop_at(recipe: &Recipe, step: u64) {
     assert_eq!(stopped.unwrap(), Outcome::Stopped { step });
 }
 
-/// Runs or resumes a recipe to its end; it stops with a checkpoint of each of these steps.
+/// Runs or resumes a recipe to its end, with a stop and a checkpoint at each of these steps.
 #[track_caller]
 pub fn finish_in_parts(recipe: &Recipe, steps: impl IntoIterator<Item = u64>) -> Results {
     steps.into_iter().for_each(|step| stop_at(recipe, step));
@@ -169,8 +170,8 @@ pub fn reference() -> &'static Results {
     REFERENCE.get_or_init(|| finish(&TestRun::new().recipe(&[])))
 }
 
-/// Runs a recipe on threads that play ranks, each with one thread of its own for the operators. The first rank hears of
-/// its events, with what asks the `reached` ranks to stop.
+/// Runs a recipe on threads that act as ranks, each with one thread for the operators. Passes the first rank's events
+/// on, with a flag that stops the `reached` ranks.
 pub fn run_on(
     (ranks, reached): (usize, Range<usize>),
     recipe: &Recipe,
@@ -184,7 +185,7 @@ pub fn run_on(
     })
 }
 
-/// Runs a recipe on ranks until an event asks the `reached` ones to stop; all have the same outcome.
+/// Runs a recipe on ranks until an event asks the `reached` ranks to stop. Checks that all ranks have the same outcome.
 pub fn stop_ranks_when(
     ranks: (usize, Range<usize>),
     recipe: &Recipe,
@@ -206,7 +207,7 @@ pub fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
     Results::of(recipe)
 }
 
-/// Replays a step of a run, whose recipe is read as the program reads it.
+/// Replays a step of a run, and reads the recipe as the program does.
 pub fn replay(recipe: &Recipe, step: u64) -> Result<Replay> {
     let run = run_of(recipe);
     let stored = Recipe::load(&run.recipe(), &[])?;

@@ -1,6 +1,7 @@
-//! Runs in which some samples have gradients that are not finite, or far too large, but ordinary losses: each begins
-//! with a token of its own whose embedding is zero. It attends to itself alone, so the residual stream stays zero in
-//! all blocks, and the backward pass of every norm divides its gradient by the root of `rms_norm_eps`.
+//! Runs in which some samples have gradients that are not finite, or far too large, but ordinary losses. Each of these
+//! samples starts with a token of its own that has a zero embedding. The token attends to itself alone, so the residual
+//! stream stays zero in all blocks. The backward pass of every norm then divides its gradient by the root of
+//! `rms_norm_eps`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -22,11 +23,11 @@ const LENGTH: usize = 8;
 /// Documents of 600 sequences.
 const DOCUMENTS: u64 = 800;
 
-/// What the chosen samples do.
+/// The fault of the chosen samples.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Fault {
     NotFinite,
-    /// Their gradients are thousands of times larger than others.
+    /// Their gradients are thousands of times larger than other gradients.
     Spike,
     /// Nothing: all else is as with [`Fault::NotFinite`].
     Absent,
@@ -49,7 +50,7 @@ pub fn test_run(samples: &[u64], fault: Fault) -> TestRun {
     place
 }
 
-/// The model of the small recipe, with a larger vocabulary.
+/// Writes the model of the small recipe, with a larger vocabulary.
 fn write_model(directory: &Path, vocab_size: usize, fault: Fault) {
     let eps = if fault == Fault::Spike { 1e-8 } else { 1e-36 };
     let fields = json!({
@@ -77,7 +78,7 @@ fn write_model(directory: &Path, vocab_size: usize, fault: Fault) {
     safetensors::serialize_to_file(views, None, &directory.join("model.safetensors")).unwrap();
 }
 
-/// One sample of each of these steps.
+/// Returns one sample of each of these steps.
 pub fn one_of<const N: usize>(steps: [u64; N]) -> [u64; N] {
     steps.map(|step| (step - 1) * SEQUENCES + step % SEQUENCES)
 }

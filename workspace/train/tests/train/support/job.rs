@@ -34,7 +34,7 @@ pub fn prepared() -> tempfile::TempDir {
     trainable(RECIPE)
 }
 
-/// mpirun with these arguments, in `dir`.
+/// Returns mpirun with these arguments, in `dir`.
 pub fn mpirun(dir: &Path, words: &[String]) -> Command {
     let mut command = Command::new("mpirun");
     isolate(&mut command, dir);
@@ -53,14 +53,14 @@ pub fn arguments(overrides: &[&str]) -> Vec<String> {
     words
 }
 
-/// A running job: mpirun and its ranks; dropping it kills them in any state.
+/// A running job: mpirun and its ranks. Dropping the job kills them in any state.
 pub struct Job {
     mpirun: Child,
     dir: PathBuf,
 }
 
 impl Job {
-    /// Starts a job; its ranks work in `dir`.
+    /// Starts a job with ranks that work in `dir`.
     pub fn start(command: &mut Command, dir: &Path) -> Self {
         let mpirun = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         Job { mpirun, dir: dir.to_owned() }
@@ -101,7 +101,8 @@ pub fn losses(run: &Path) -> Vec<f64> {
     lines.iter().map(|line| line.loss).collect()
 }
 
-/// The order of sums differs between layouts, and 80 steps propagate the difference.
+/// Checks that losses are nearly equal: the order of sums differs between layouts, and 80 steps propagate the
+/// difference.
 pub fn assert_alike(found: &[f64], expected: &[f64]) {
     assert_eq!(found.len(), expected.len());
     for (found, expected) in found.iter().zip(expected) {

@@ -1,4 +1,4 @@
-//! What the tests of runs share: a small recipe with its token files, and what a run leaves.
+//! Code that the tests of runs share: a small recipe with its token files, and the files of a run.
 
 // Every test file compiles this module for itself and uses a part of it.
 pub mod driver;
@@ -20,7 +20,8 @@ use tempfile::TempDir;
 /// Eight micro-batches a step.
 pub const MICRO_BATCHES: [&str; 2] = ["stage.adapt.micro_batch=1", "stage.moh.micro_batch=1"];
 
-/// Two stages of 5 steps of 8 sequences of 8 tokens; checkpoints after steps 2, 4, 5, 6, 8 and 10.
+/// Returns a recipe of two stages of 5 steps of 8 sequences of 8 tokens, with checkpoints after steps 2, 4, 5, 6, 8 and
+/// 10.
 fn recipe_text(dir: &Path) -> String {
     let dir = dir.display();
     format!(
@@ -102,7 +103,7 @@ impl TestRun {
         recipe
     }
 
-    /// As [`TestRun::recipe_in`], of a run that starts from a model or from another run.
+    /// Returns the recipe as [`TestRun::recipe_in`], for a run that starts from a model or from another run.
     pub fn recipe_from(&self, from: impl Into<String>, name: &str, overrides: &[&str]) -> Recipe {
         let mut recipe = self.recipe_in(name, overrides);
         (recipe.model.new, recipe.model.from) = (None, Some(from.into()));
@@ -130,12 +131,12 @@ pub fn summary_of(recipe: &Recipe) -> Summary {
     Summary::read(&run_of(recipe).summary()).unwrap().unwrap()
 }
 
-/// Documents of 1 to 12 tokens, in which a token depends on the one before it.
+/// Writes documents of 1 to 12 tokens, in which a token depends on the token before it.
 pub fn write_tokens(prefix: &Path, seed: u64, documents: u64) {
     write_tokens_with(prefix, seed, documents, &BTreeMap::new());
 }
 
-/// As [`write_tokens`], with other tokens at these positions.
+/// Writes documents as [`write_tokens`], with other tokens at these positions.
 pub fn write_tokens_with(prefix: &Path, seed: u64, documents: u64, others: &BTreeMap<u64, u32>) {
     let mut writer = TokenFileWriter::replace(prefix, 64 + others.len()).unwrap();
     let mut positions = 0..;
@@ -180,8 +181,8 @@ pub fn shorten(path: &Path) {
     fs::write(path, &bytes[..bytes.len() - 7]).unwrap();
 }
 
-/// Copies the directory of a run whose checkpoints are written in the background, at a moment at which
-/// nothing changes: what a process that was killed then leaves.
+/// Copies the directory of a run that writes checkpoints in the background, at a moment at which nothing changes. A
+/// process that was killed then would leave the same files.
 pub fn copy_running(from: &Path, to: &Path) {
     loop {
         let before = sizes(from);
@@ -202,7 +203,7 @@ pub fn copy_running(from: &Path, to: &Path) {
     }
 }
 
-/// Everything below a directory, files with their sizes; `None` if something went away meanwhile.
+/// Returns everything below a directory, files with their sizes; `None` if a file disappeared meanwhile.
 fn sizes(root: &Path) -> Option<BTreeMap<PathBuf, Option<u64>>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(root).ok()? {
@@ -216,7 +217,7 @@ fn sizes(root: &Path) -> Option<BTreeMap<PathBuf, Option<u64>>> {
     Some(found)
 }
 
-/// All files below a directory.
+/// Returns all files below a directory.
 pub fn files(root: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(root).unwrap() {

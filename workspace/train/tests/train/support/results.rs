@@ -1,4 +1,4 @@
-//! What a finished run left behind, and whether two runs came to the same.
+//! The results of a finished run, and comparisons of two runs.
 
 use std::fs;
 use std::path::Path;
@@ -8,7 +8,7 @@ use moh_recipe::Recipe;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
-/// What a finished run leaves, but for times.
+/// The results of a finished run, without times.
 #[derive(Debug, PartialEq)]
 pub struct Results {
     pub weights: Vec<u8>,
@@ -47,7 +47,7 @@ pub fn metrics_of(root: &Path) -> Vec<Value> {
     text.lines().map(line).collect()
 }
 
-/// Relative L2 difference of two exports.
+/// Returns the relative L2 difference of two exports.
 fn difference(found: &[u8], expected: &[u8]) -> f64 {
     let (found, expected) =
         (SafeTensors::deserialize(found).unwrap(), SafeTensors::deserialize(expected).unwrap());
@@ -68,7 +68,7 @@ fn difference(found: &[u8], expected: &[u8]) -> f64 {
     (squares / all).sqrt()
 }
 
-/// Losses within 1e-4 where attention is dense and 1e-3 where rounding may choose another head.
+/// Checks that losses are within 1e-4 where attention is dense and 1e-3 where rounding may choose another head.
 pub fn assert_alike(found: &Results, expected: &Results, what: &str) {
     assert_eq!(found.metrics.len(), expected.metrics.len(), "{what}");
     for (line, reference) in found.metrics.iter().zip(&expected.metrics) {
@@ -80,7 +80,7 @@ pub fn assert_alike(found: &Results, expected: &Results, what: &str) {
                 continue;
             };
             let found = line[key].as_f64().unwrap();
-            // The losses beside a teacher begin at 0.
+            // With a teacher, losses start at 0.
             let error = ((found - expected) / expected.abs().max(0.01)).abs();
             assert!(error < tolerance, "{what}: {key} {found}, not {expected}: {line}");
         }

@@ -1,5 +1,5 @@
-//! Twenty-five steps of a small pretrained model on ranks in every arrangement; `MOH_EVERY_LAYOUT=1` tries all
-//! of them, else a few of each kind are.
+//! Twenty-five steps of a small pretrained model on ranks in every arrangement. `MOH_EVERY_LAYOUT=1` tries all
+//! arrangements, otherwise a few of each kind are tried.
 
 use std::path::PathBuf;
 
@@ -17,10 +17,10 @@ use super::results::{Results, assert_alike};
 
 const EVERY: &str = "MOH_EVERY_LAYOUT";
 
-/// Tokens whose selected heads are compared after training.
+/// The number of tokens with selected heads that are compared after training.
 const TOKENS: usize = 24 * 32;
 
-/// Ranks and how they are arranged.
+/// Ranks and their arrangement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     pub ranks: usize,
@@ -44,8 +44,8 @@ impl Stories {
         Stories { place, attention, reference: None }
     }
 
-    /// One rank, then the arrangements of two to eight ranks that the model has: a few of each kind, or
-    /// all of them.
+    /// Returns one rank, then the arrangements of two to eight ranks that the model has: a few of each kind, or all of
+    /// them.
     pub fn layouts(&self) -> Vec<Layout> {
         let mut found = Vec::new();
         for ranks in [1, 2, 3, 4, 6, 8] {
@@ -83,7 +83,7 @@ impl Stories {
         found
     }
 
-    /// Writes the recipe of a run, whose directory is new.
+    /// Writes the recipe of a run in a new directory.
     pub fn write_recipe(&self, layout: Layout) -> PathBuf {
         let ParallelOptions { tensor, pipeline, virtual_stages } = layout.parallel;
         let attention = match self.attention {
@@ -123,8 +123,8 @@ parallel = {{ tensor = {tensor}, pipeline = {pipeline}, virtual_stages = {virtua
         path
     }
 
-    /// Compares a finished run with that on one rank, the first one; tells in how many places the models
-    /// select other heads.
+    /// Compares a finished run with the run on one rank, which comes first. Prints the number of places in which the
+    /// models select other heads.
     pub fn compare(&mut self, layout: Layout, recipe: &Recipe) {
         let found = Results::of(recipe);
         let selected = self.selected(recipe);
@@ -140,11 +140,11 @@ parallel = {{ tensor = {tensor}, pipeline = {pipeline}, virtual_stages = {virtua
             println!("{what}: {flips} of {} choices differ after training", expected.len());
         }
         assert_eq!(selected.len(), expected.len());
-        // Weights that agree to 1e-3 order but the closest norms in another way.
+        // Weights that agree to 1e-3 change the order of the closest norms only.
         assert!(flips * 200 <= expected.len(), "{what}: {flips} of {} differ", expected.len());
     }
 
-    /// Which routed heads the trained model selects for the first tokens of the text.
+    /// Returns the routed heads that the trained model selects for the first tokens of the text.
     fn selected(&self, recipe: &Recipe) -> Vec<u8> {
         let export = RunDirectory::new(&recipe.run.dir).export();
         let config = ConfigFile::read(&export).unwrap().config;

@@ -3,18 +3,18 @@
 // With P the probabilities, dP = dO V^T, delta = <dO, O>, and weights folded into dO before:
 //   dS = P (dP - delta), dQ = dS K scale, dK = dS^T Q scale, dV = P^T dO.
 // Two warpgroups compute 64 keys each. They compute the transposed K Q^T and V dO^T, so that P^T
-// and dS^T stay in registers for the matmuls of dV and dK, which are accumulated in registers and
-// written once. dS^T is also written to shared memory, where each warpgroup reads the dS^T of all
+// and dS^T stay in registers for the matmuls of dV and dK. dV and dK are accumulated in registers and
+// written once. dS^T is also written to shared memory: each warpgroup reads the dS^T of all
 // 128 keys for half the columns of dQ. Scores and probabilities of the next rows are computed
-// during the matmuls of dQ and dK. One warp loads row tiles, in three stages of queries and two of
-// output gradients; another adds dQ to its sums in global memory. 240 registers per thread for the
-// matmuls, 24 for the copies; 212 KiB of shared memory at head dimension 128.
+// during the matmuls of dQ and dK. One warp loads row tiles, in three stages of queries and two stages
+// of output gradients. Another warp adds dQ to its sums in global memory. A thread has 240 registers for the
+// matmuls, 24 for the copies. Head dimension 128 needs 212 KiB of shared memory.
 //
-// The L2 cache holds only a part of all rows, so blocks of one head should read the same rows at
+// The L2 cache fits only a part of all rows, so blocks of one head should read the same rows at
 // the same time. The blocks of the first group start together, at the last row tile, and descend.
-// They end one after the other, with the latest keys first, because fewer rows see later keys. Each
-// block of the next group starts when one of them ends, at the first row tile that sees its keys,
-// and ascends: this keeps the group at the same rows, and it ends together at the last row tile.
+// They end one after the other, with the latest keys first, because fewer rows see later keys. When one of them
+// ends, a block of the next group starts at the first row tile that sees its keys, and ascends. This keeps
+// the group at the same rows, and the group ends together at the last row tile.
 #pragma once
 
 #include "row_tiles.cuh"
@@ -24,8 +24,8 @@ namespace hopper_attention {
 constexpr int BACKWARD_COPY_REGISTERS = 24;
 constexpr int BACKWARD_MMA_REGISTERS = 240;
 
-// Named barriers: dS^T of both warpgroups is in shared memory; so is a warpgroup's dQ; dQ has been
-// read.
+// Named barriers: the dS^T of both warpgroups is in shared memory; a warpgroup's dQ is in shared memory;
+// dQ has been read.
 constexpr uint32_t SCORE_BARRIER = 1;
 constexpr uint32_t SUM_FULL_BARRIER = 2;
 constexpr uint32_t SUM_EMPTY_BARRIER = 4;
@@ -67,7 +67,7 @@ struct BackwardMemory {
     __device__ __forceinline__ SharedAddress scores(uint32_t index) const {
         return at(SCORES + index % STAGES * SCORE_BYTES);
     }
-    // A warpgroup's half of dQ, in the order that row_tiles.cuh describes.
+    // A warpgroup's half of dQ, in the order of row_tiles.cuh.
     __device__ __forceinline__ SharedAddress sums(uint32_t group) const {
         return at(SUMS + group * (SUM_BYTES / 2));
     }
@@ -81,7 +81,7 @@ struct BackwardMemory {
     __device__ __forceinline__ uint32_t* limits() const {
         return reinterpret_cast<uint32_t*>(memory + KEY_BARRIER + 8);
     }
-    // The block's tile: the matmuls leave no registers for it.
+    // The block's tile, in shared memory because the matmuls leave no registers for it.
     __device__ __forceinline__ KeyTile& tile() const {
         return reinterpret_cast<KeyTile*>(memory + KEY_BARRIER + 8 + 4 * 4)[0];
     }
@@ -89,11 +89,11 @@ struct BackwardMemory {
 
 // ---- the order of the blocks ----
 
-// A sequence's tiles of keys by length: the number of its head's rows, times the number of tiles
-// from it on, because later rows see more keys. Rows are in units of 1/32 of the largest head's.
+// A sequence's tiles of keys by length. A tile's length is the number of its head's rows, times the number of
+// tiles from it on, because later rows see more keys. Rows are in units of 1/32 of the largest head's rows.
 // All lanes of a warp call the methods.
 struct Lengths {
-    // The rows of each head; null if all heads have as many.
+    // The number of rows of each head; null if all heads have the same number.
     const uint32_t* counts;
     uint32_t heads, tiles, largest;
     // Units of the head with this lane's number.
@@ -112,18 +112,18 @@ struct Lengths {
         own_units = units_of(lane);
     }
 
-    // The rows of a head in units, at least 1; 0 if there is no such head. A count is less than
+    // The rows of a head in units, at least 1; 0 if the head does not exist. A count is less than
     // 2^26, because offsets within a sequence fit 32 bits.
     __device__ __forceinline__ uint32_t units_of(uint32_t head) const {
         return head < heads ? max(1u, counts[head] * 32 / largest) : 0;
     }
 
-    // The same of head `first` + lane.
+    // The units of head `first` + lane.
     __device__ __forceinline__ uint32_t units(uint32_t first) const {
         return first == 0 ? own_units : units_of(first + threadIdx.x % 32);
     }
 
-    // The number of tiles that are at least this long, which is not 0.
+    // The number of tiles with at least this length, which is not 0.
     __device__ __forceinline__ uint32_t count(uint32_t length) const {
         uint32_t sum = 0;
         for (uint32_t first = 0; first < heads; first += 32) {
@@ -133,8 +133,8 @@ struct Lengths {
         return warp_sum(sum);
     }
 
-    // The tile with `rank` tiles before it in the order from the longest to the shortest, and of
-    // heads among those of a length.
+    // The tile with `rank` tiles before it in the order from the longest to the shortest. Tiles of the same
+    // length are in the order of their heads.
     __device__ __forceinline__ KeyTile at(uint32_t rank) const {
         if (counts == nullptr) return {rank % heads, rank / heads};
         uint32_t length = 1, too_long = 32 * tiles + 1, before = 0;
@@ -166,8 +166,8 @@ struct Lengths {
 
 // ---- the rows that see a tile of keys ----
 
-// The number of leading items, among `count`, for which `before` is true; all lanes of a warp call
-// this. Every step tests 32 of the remaining items.
+// The number of leading items, among `count`, for which `before` is true. All lanes of a warp call
+// this function. Every step tests 32 of the remaining items.
 template <typename Before>
 static __device__ __forceinline__ uint32_t count_leading(uint32_t count, Before before) {
     uint32_t low = 0, high = count;
@@ -182,7 +182,7 @@ static __device__ __forceinline__ uint32_t count_leading(uint32_t count, Before 
     return low;
 }
 
-// The number of rows of tokens before `token`; all lanes of a warp call this.
+// The number of rows of tokens before `token`. All lanes of a warp call this function.
 static __device__ __forceinline__ uint32_t count_rows(const Segment& segment, uint32_t token) {
     if (segment.rows == nullptr) return min(token * segment.group, segment.count);
     return count_leading(segment.count,
@@ -197,7 +197,7 @@ static __device__ __forceinline__ uint32_t rows_ending_by(const Parameters& para
     return count_rows(segment, min(key - params.query_offset, params.query_length));
 }
 
-// The number of rows whose first key is before `key`.
+// The number of rows with a first key before `key`.
 static __device__ __forceinline__ uint32_t rows_starting_before(const Parameters& params,
                                                                 const Segment& segment,
                                                                 uint32_t key) {
@@ -209,7 +209,7 @@ static __device__ __forceinline__ uint32_t rows_starting_before(const Parameters
 }
 
 // The row tiles [begin, end) with rows that may see a tile of keys, visited in ascending or
-// descending order. All rows of the tiles [unmasked, unmasked_end) see all of its keys.
+// descending order. All rows of the row tiles [unmasked, unmasked_end) see all keys of the tile.
 struct RowTiles {
     uint32_t begin, end, unmasked, unmasked_end;
     bool is_ascending;
@@ -240,7 +240,7 @@ static __device__ __forceinline__ RowTiles find_row_tiles(const Parameters& para
     RowTiles tiles;
     tiles.is_ascending = is_ascending;
     tiles.begin = limits[0] / TILE_ROWS;
-    // If no row sees these keys, no row tile is visited, not even a partial last one: every visit
+    // If no row sees these keys, no row tile is visited, not even a partial last tile: every visit
     // counts in the row tile's semaphore.
     tiles.end = limits[0] < segment.count ? (limits[1] + TILE_ROWS - 1) / TILE_ROWS : tiles.begin;
     tiles.unmasked = (limits[2] + TILE_ROWS - 1) / TILE_ROWS;
@@ -287,7 +287,7 @@ static __device__ __forceinline__ uint32_t semaphore_value(const Parameters& par
     return key / TILE_KEYS - first / TILE_KEYS;
 }
 
-// One warp adds the halves of dQ, which the warpgroups write to shared memory, to their sums.
+// One warp adds the halves of dQ to their sums; the warpgroups write the halves to shared memory.
 template <int WIDTH>
 static __device__ __forceinline__ void add_query_gradients(const Parameters& params,
                                                            const Scratch& scratch,
@@ -324,7 +324,7 @@ static __device__ __forceinline__ void add_query_gradients(const Parameters& par
         if (first_lane) reduce_wait_read<0>();
         __syncwarp();
         if (!is_last) named_arrive(SUM_EMPTY_BARRIER + 1, SUM_THREADS);
-        // Releases the previous row tile, whose sums have had time to be written: the wait is short.
+        // Releases the previous row tile. Its sums have had time to be written: the wait is short.
         if (first_lane && scratch.semaphores != nullptr && i > 0)
             semaphore_release<2>(scratch.semaphores + first_tile + tiles.at(i - 1));
         __syncwarp();
@@ -421,7 +421,7 @@ struct BackwardGroup {
         fence_async_proxy();
     }
 
-    // Writes the warpgroup's half of dQ to shared memory, for the warp that adds it to its sums.
+    // Writes the warpgroup's half of dQ to shared memory, for the warp that adds it to the sums.
     __device__ __forceinline__ void stage_d_q(const float (&d_q)[WIDTH / 4]) const {
         named_sync(SUM_EMPTY_BARRIER + group, SUM_THREADS);
         SharedAddress target = memory.sums(group) + threadIdx.x % WARPGROUP * 16;
@@ -440,7 +440,7 @@ struct BackwardGroup {
                           RowOperand<TILE_ROWS>(memory.q(index)));
     }
 
-    // Adds the gradients of visit `index`, whose probabilities are `p`, and replaces `p` by the
+    // Adds the gradients of visit `index` with probabilities `p`, and replaces `p` by the
     // probabilities of the next visit. All accesses to shared memory, and all exponentials, overlap
     // with matmuls.
     template <bool NEXT_IS_MASKED>
@@ -456,11 +456,11 @@ struct BackwardGroup {
         fence_operand(d_p);
         score_gradients(d_p, p, d_s, index);
         to_fragments(d_s, d_s_fragments);
-        // After the last visit its own scores are computed again, and are not used.
+        // The last visit computes its own scores again, and does not use them.
         uint32_t next = is_last ? index : index + 1;
         start_scores(scores, next);
         store_score_gradients(d_s_fragments, index);
-        // Both warpgroups have also finished the matmuls that read the stage before last.
+        // Both warpgroups have also finished the matmuls that read the stage before the previous stage.
         named_sync(SCORE_BARRIER, MMA_THREADS);
         // The scores are still in flight. The registers of P^T are reused for dQ.
         wgmma_wait<1>();
@@ -468,7 +468,7 @@ struct BackwardGroup {
         d_out_ring.release(index);
         start_transposed<TILE_KEYS / 16>(d_q, ColumnOperand<TILE_KEYS>(memory.scores(index)),
                                          ColumnOperand<TILE_KEYS>(memory.k(), group * (WIDTH / 2)));
-        // dS^T is read from shared memory: in registers, it would leave too few for the
+        // dS^T is read from shared memory: in registers, too few registers would be left for the
         // probabilities.
         start_columns<TILE_ROWS / 16>(d_k, RowOperand<TILE_KEYS>(memory.scores(index), group * 64),
                                       ColumnOperand<TILE_ROWS>(memory.q(index)));

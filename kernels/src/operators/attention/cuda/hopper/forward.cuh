@@ -1,11 +1,10 @@
 // Forward pass: one block per multiprocessor computes tiles of 128 packed rows, 128 keys at a time.
 //
-// One warpgroup loads the inputs of the other two: the queries of the next tile while the last keys
-// of this one are in use, and keys and values in two stages each, latest keys first. Two warpgroups
-// compute 64 rows each: one computes its softmax while the other multiplies, and each starts the
-// next scores before it uses the current probabilities. Probabilities stay in registers between the
-// two matmuls. 232 registers per thread for the matmuls, 40 for the copies; 197 KiB of shared
-// memory at head dimension 128.
+// One warpgroup loads the inputs of the other two warpgroups. It loads the queries of the next tile while the
+// last keys of this tile are in use. It loads keys and values in two stages each, latest keys first. Two warpgroups
+// compute 64 rows each: one computes its softmax while the other multiplies. Each starts the next scores before it
+// uses the current probabilities. Probabilities stay in registers between the two matmuls. A thread has 232 registers
+// for the matmuls, 40 for the copies. Head dimension 128 needs 197 KiB of shared memory.
 #pragma once
 
 #include "panels.cuh"
@@ -15,16 +14,16 @@ namespace hopper_attention {
 constexpr int FORWARD_COPY_REGISTERS = 40;
 constexpr int FORWARD_MMA_REGISTERS = 232;
 
-// Named barriers, one per MMA warpgroup: it may start its matmuls; all of its threads have arrived.
+// Named barriers, for each MMA warpgroup: it may start its matmuls; all of its threads have arrived.
 constexpr uint32_t ORDER_BARRIER = 1;
 constexpr uint32_t GROUP_BARRIER = 3;
 // All threads of the copying warpgroup have arrived.
 constexpr uint32_t COPY_BARRIER = 5;
 
-// A tile of rows, which the copying warpgroup passes to the others.
+// A tile of rows, which the copying warpgroup passes to the other warpgroups.
 struct ForwardTile {
     uint32_t sequence, kv_head, start;
-    // Rows of the segment in the tile; 0 when there are no more tiles.
+    // Rows of the segment in the tile; 0 if no tile is left.
     uint32_t rows;
 };
 
@@ -64,7 +63,7 @@ struct ForwardMemory {
     __device__ __forceinline__ Ring<STAGES> v_ring() const { return ring(2); }
 };
 
-// The tiles of keys that some row of a tile sees. Every row sees all keys of the tiles
+// The tiles of keys that at least one row of a tile sees. Every row sees all keys of the tiles
 // [unmasked, unmasked_end).
 struct KeyTiles {
     uint32_t first_key, count, unmasked, unmasked_end;
@@ -87,8 +86,8 @@ struct KeyTiles {
 
 // ---- copies ----
 
-// Claims the next tile that has rows. The order alternates between heads, and within a sequence the
-// longest tiles are first: later rows see more keys. The last block that finds no tile resets the
+// Claims the next tile that has rows. The order alternates between heads. Within a sequence the
+// longest tiles come first: later rows see more keys. The last block that finds no tile resets the
 // counter to 0.
 static __device__ __forceinline__ ForwardTile claim_tile(const Parameters& params,
                                                          uint32_t* next_tile) {
@@ -111,7 +110,7 @@ static __device__ __forceinline__ ForwardTile claim_tile(const Parameters& param
     }
 }
 
-// Starts the copies of the queries of a tile; called by all threads of the warpgroup.
+// Starts the copies of the queries of a tile. All threads of the warpgroup call it.
 template <int WIDTH>
 static __device__ __forceinline__ void copy_queries(const Parameters& params,
                                                     const RowTile<FORWARD_ROWS>& rows,
@@ -129,8 +128,8 @@ static __device__ __forceinline__ void copy_queries(const Parameters& params,
     cp_async_commit();
 }
 
-// Starts the copies of the tiles of keys from the last to the first, the order of their use;
-// `index` is the number of earlier copies. Called by one thread.
+// Starts the copies of the tiles of keys from the last to the first, the order of their use.
+// `index` is the number of earlier copies. One thread calls it.
 template <int WIDTH>
 static __device__ __forceinline__ void copy_key_tiles(const Maps& maps, const Segment& segment,
                                                       const KeyTiles& tiles,
@@ -145,7 +144,7 @@ static __device__ __forceinline__ void copy_key_tiles(const Maps& maps, const Se
             copy_keys<WIDTH>(memory.k(index), &maps.k, segment, tiles.key(left - 1),
                              k_ring.full(index));
         }
-        // The next scores are started before these values are used.
+        // The next scores start before these values are used.
         if (left > 1) {
             k_ring.begin_fill(index + 1, BYTES);
             copy_keys<WIDTH>(memory.k(index + 1), &maps.k, segment, tiles.key(left - 2),
@@ -157,7 +156,7 @@ static __device__ __forceinline__ void copy_key_tiles(const Maps& maps, const Se
     }
 }
 
-// The copying warpgroup: claims and loads tiles until there are none.
+// The copying warpgroup: claims and loads tiles until no tile is left.
 template <int WIDTH>
 static __device__ __forceinline__ void load_tiles(const Parameters& params, const Maps& maps,
                                                   uint32_t* next_tile,
@@ -194,7 +193,7 @@ static __device__ __forceinline__ void load_tiles(const Parameters& params, cons
 
 // ---- matmuls ----
 
-// For the two rows of a lane: the largest score, and the lane's part of the sum of exponentials.
+// For a lane's two rows: the largest score, and the lane's part of the sum of exponentials.
 struct RowSums {
     float largest[2] = {LOWEST_SCORE, LOWEST_SCORE};
     float sum[2] = {0.0f, 0.0f};
@@ -213,7 +212,7 @@ static __device__ __forceinline__ float quad_sum(float value) {
 
 constexpr int SCORES = TILE_KEYS / 2;
 
-// Replaces scores by exponentials relative to the largest so far; earlier results must be
+// Replaces scores by exponentials relative to the largest score so far. Earlier results must be
 // multiplied by `rescale`.
 static __device__ __forceinline__ void online_softmax(float (&scores)[SCORES], RowSums& sums,
                                                       float (&rescale)[2], float scale_log2) {
@@ -247,7 +246,7 @@ struct ForwardGroup {
     float scale_log2;
     ForwardMemory<WIDTH> memory;
     Ring<STAGES> k_ring, v_ring;
-    // The numbers of tiles of rows and of keys that were used before.
+    // The numbers of row tiles and key tiles used before.
     uint32_t row_tiles, key_tiles;
     RowOperand<64> q;
     float out[WIDTH / 2];
@@ -293,7 +292,7 @@ struct ForwardGroup {
         }
     }
 
-    // The scores of the first tile that is visited.
+    // Computes the scores of the first visited tile.
     __device__ __forceinline__ void begin(uint32_t key) {
         float scores[SCORES], rescale[2];
         start_scores(scores, key_tiles);
@@ -306,7 +305,7 @@ struct ForwardGroup {
         v_ring.wait_full(key_tiles);
     }
 
-    // Uses the values of tile `index`, and computes the scores of the next, which starts at `key`.
+    // Uses the values of tile `index`, and computes the scores of the next tile, which starts at `key`.
     // Afterwards the other warpgroup may start its matmuls, except after the last step of group 1.
     template <bool MASKED>
     __device__ __forceinline__ void step(uint32_t index, uint32_t key, bool is_last) {

@@ -1,9 +1,9 @@
-// Head-sparse attention for sm_90a: the kernels' arguments beside tiled.cuh's Parameters, and their
+// Head-sparse attention for sm_90a: the kernels' arguments in addition to tiled.cuh's Parameters, and their
 // launches.
 //
-// The kernels compute the same as those of tiled.cuh, for head dimensions 64 and 128, contiguous
-// keys, and rows of all bf16 tensors that start at multiples of 16 bytes. Other problems use the
-// kernels of tiled.cuh.
+// The kernels compute the same results as the kernels of tiled.cuh, for head dimensions 64 and 128,
+// contiguous keys, and rows of all bf16 tensors that start at multiples of 16 bytes. Other problems use
+// the kernels of tiled.cuh.
 //
 // Order of launches (X the head dimension):
 //   forward:   attention_pack_forward (only with a selection), hopper_forward_dX.
@@ -11,10 +11,10 @@
 //              hopper_backward_dX, hopper_finish_dX.
 //
 // The backward pass first copies the queries and output gradients of the selected pairs to tiles of
-// packed rows in the layout that wgmma requires, with the statistics of each row. The copy reads
-// and writes each row once, about 2% of the pass's time by its bytes, whereas every tile of keys
-// that a row sees reads it once. To gather rows in the backward kernel, a warpgroup would have to
-// compute addresses and issue copies of 16 bytes.
+// packed rows, with the statistics of each row. The tiles have the layout that wgmma requires. The copy reads
+// and writes each row once, about 2% of the pass's time by its bytes. Afterwards every tile of keys
+// that a row sees reads the row once. If the backward kernel gathered the rows itself, a warpgroup would
+// have to compute addresses and issue copies of 16 bytes.
 #pragma once
 
 #include "../../../../device/cuda/sm90.cuh"
@@ -33,21 +33,21 @@ struct PARAMETERS Maps {
     TensorMap k, v;
 };
 
-// Scratch memory, 16-byte aligned. The backward pass requires the first three, which need not be
-// initialised, and blocks_at_once; the forward pass requires next_tile.
+// Scratch memory, 16-byte aligned. The backward pass requires the first three buffers, uninitialised,
+// and blocks_at_once. The forward pass requires next_tile.
 // S = batch * kv_heads * ceil(query_length * heads / kv_heads / 64) is the number of row tiles.
 struct PARAMETERS Scratch {
     // Row tiles: S * row_tile_bytes(head_dim) bytes.
     uint8_t* row_tiles;
     // Gradients of the row tiles' queries: S * 64 * head_dim.
     float* d_q_sums;
-    // The number of tiles of keys that have added to each row tile's gradient: S elements. They add
-    // in a fixed order, which gives the same bits every time, or in any order if this is null.
+    // The number of tiles of keys that have added to each row tile's gradient: S elements. The tiles add
+    // in a fixed order, which gives the same bits every time. If this is null, they add in any order.
     uint32_t* semaphores;
     // Index of the forward pass's next tile: one element, 0 before and after each launch.
     uint32_t* next_tile;
     // Blocks of the backward pass that run at the same time: a group. Even groups visit row tiles in
-    // descending order, odd groups in ascending order. 0: all descend, which is faster with
+    // descending order, odd groups in ascending order. 0: all groups descend, which is faster with
     // semaphores.
     uint32_t blocks_at_once, padding;
 };
@@ -70,7 +70,7 @@ constexpr int TILE_KEYS = 128;
 // In the forward pass, two warpgroups compute 64 rows each and share keys and values.
 constexpr int FORWARD_ROWS = 128;
 constexpr int STAGES = 2;
-// The backward pass uses queries earlier than output gradients, and longer.
+// The backward pass uses queries earlier and longer than output gradients.
 constexpr int QUERY_STAGES = 3;
 
 // Rows of a row tile of the backward pass.
@@ -97,8 +97,8 @@ __host__ __device__ constexpr int forward_shared(int width) {
            6 * STAGES * 8;
 }
 
-// Keys, values, three stages of queries and their row statistics, two of output gradients, two of
-// dS, the gradient of one row tile; mbarriers, row range and tile of keys.
+// Keys, values, three stages of queries and their row statistics, two stages of output gradients, two stages
+// of dS, the gradient of one row tile; mbarriers, row range and tile of keys.
 __host__ __device__ constexpr int backward_shared(int width) {
     return tile_bytes(2 * TILE_KEYS + (QUERY_STAGES + STAGES) * TILE_ROWS, width) +
            STAGES * tile_bytes(TILE_ROWS, TILE_KEYS) + TILE_ROWS * width * 4 +

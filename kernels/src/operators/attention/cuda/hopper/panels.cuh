@@ -16,12 +16,12 @@ static __device__ __forceinline__ uint32_t panel_offset(uint32_t row, uint32_t c
     return chunk / 8 * (ROWS * PANEL_ROW_BYTES) + row * PANEL_ROW_BYTES + ((chunk ^ row) & 7) * 16;
 }
 
-// Returns a value that is the same in all lanes; the shuffle tells the compiler that it is.
+// Returns `value`, which is the same in all lanes. The shuffle shows this to the compiler.
 static __device__ __forceinline__ uint32_t uniform(uint32_t value) {
     return __shfl_sync(ALL_LANES, value, 0);
 }
 
-// A matrix of panels of ROWS rows as an operand whose columns are the terms of the matmul
+// A matrix of panels of ROWS rows as an operand; its columns are the terms of the matmul
 // (K-major).
 template <int ROWS>
 struct RowOperand {
@@ -29,7 +29,7 @@ struct RowOperand {
     static constexpr uint32_t UNUSED = 16;
     uint64_t descriptor;
 
-    // From row `first_row`, a multiple of 8.
+    // Starts at row `first_row`, a multiple of 8.
     __device__ __forceinline__ explicit RowOperand(SharedAddress matrix, uint32_t first_row = 0)
         : descriptor(matrix_descriptor(descriptor_address(matrix) + first_row * PANEL_ROW_BYTES,
                                        UNUSED, EIGHT_ROWS)) {}
@@ -40,12 +40,12 @@ struct RowOperand {
     }
 };
 
-// A matrix of panels of ROWS rows as an operand whose rows are the terms of the matmul (MN-major).
+// A matrix of panels of ROWS rows as an operand; its rows are the terms of the matmul (MN-major).
 template <int ROWS>
 struct ColumnOperand {
     uint64_t descriptor;
 
-    // From column `first_column`, a multiple of 8. If it is not a panel's first column, the matmul
+    // Starts at column `first_column`, a multiple of 8. If it is not a panel's first column, the matmul
     // must end within the panel.
     __device__ __forceinline__ explicit ColumnOperand(SharedAddress matrix,
                                                       uint32_t first_column = 0)
@@ -62,7 +62,7 @@ struct ColumnOperand {
 
 // Each of the following functions issues one group of asynchronous matmuls.
 
-// sums = A B^T, both of WIDTH columns.
+// sums = A B^T; A and B have WIDTH columns.
 template <int WIDTH, int COUNT, int A_ROWS, int B_ROWS>
 static __device__ __forceinline__ void start_rows(float (&sums)[COUNT], RowOperand<A_ROWS> a,
                                                   RowOperand<B_ROWS> b) {
@@ -100,7 +100,7 @@ static __device__ __forceinline__ void start_columns(float (&sums)[COUNT], RowOp
     fence_operand(sums);
 }
 
-// sums = A^T B, both of 16K rows.
+// sums = A^T B; A and B have 16K rows.
 template <int K, int COUNT, int A_ROWS, int B_ROWS>
 static __device__ __forceinline__ void start_transposed(float (&sums)[COUNT],
                                                         ColumnOperand<A_ROWS> a,
@@ -140,8 +140,8 @@ static __device__ __forceinline__ void stage_sums(unsigned char* matrix, uint32_
     }
 }
 
-// `THREADS` threads write `count` rows of a matrix of panels to global memory, except those whose
-// `target(row)` is null; this is thread `thread` of them.
+// `THREADS` threads write `count` rows of a matrix of panels to global memory, except rows with a null
+// `target(row)`; `thread` is the index of this thread.
 template <int WIDTH, int ROWS, int THREADS, typename Target>
 static __device__ __forceinline__ void store_panel_rows(const unsigned char* matrix,
                                                         uint32_t first_row, uint32_t count,
@@ -177,12 +177,12 @@ static __device__ __forceinline__ void copy_keys(SharedAddress matrix, const Ten
 
 // ---- roles of warpgroups ----
 
-// One warpgroup copies tiles and releases most of its registers to the two that compute matmuls.
+// One warpgroup copies tiles and releases most of its registers to the two warpgroups that compute matmuls.
 constexpr int MMA_THREADS = 2 * WARPGROUP;
 constexpr int MMA_WARPS = MMA_THREADS / 32;
 
-// Barriers of a ring of stages: full when a stage has been copied, empty when every warp has used
-// it.
+// Barriers of a ring of stages: full after a stage has been copied, empty after every warp has used
+// the stage.
 template <uint32_t COUNT>
 struct Ring {
     static constexpr uint32_t BYTES = 2 * COUNT * 8;
@@ -213,7 +213,7 @@ struct Ring {
     __device__ __forceinline__ void wait_full(uint32_t index) const {
         barrier_wait(full(index), index / COUNT % 2);
     }
-    // Called by each warp after its matmuls that read the stage.
+    // Each warp calls it after its matmuls that read the stage.
     __device__ __forceinline__ void release(uint32_t index) const {
         if (threadIdx.x % 32 == 0) barrier_arrive(empty(index));
     }

@@ -1,14 +1,14 @@
 // The kernels before and after the backward pass: packing of row tiles, and scattering of d_q.
 //
-// A row tile holds 64 packed rows of one (sequence, key/value head): matrices of panels of the
+// A row tile contains 64 packed rows of one (sequence, key/value head): matrices of panels of the
 // queries and of the output gradients times their weight, then the statistics of each row. If a
 // row's output has the weight w, the gradient of its unweighted output is w dO, so that
 //   P = softmax, dP = (w dO) V^T, delta w = <w dO, O>, dS = P (dP - delta w), dV = P^T (w dO)
-// need no weight. Rows after the last one of a segment are zeros that see no key, with a
-// log_sum_exp of infinity: their probabilities are 0. Tiles without any row are not written.
+// need no weight. Rows after the last row of a segment are zeros that see no key, with a
+// log_sum_exp of infinity: their probabilities are 0. Tiles without rows are not written.
 //
-// The sums of d_q have the order in which the backward pass adds them: warpgroup w's half of the
-// columns first, with the four elements of (n, thread) of a wgmma accumulator at
+// The sums of d_q have the order in which the backward pass adds them: first the half of the columns
+// of warpgroup w, with the four elements of (n, thread) of a wgmma accumulator at
 // n * 512 + thread * 4.
 #pragma once
 
@@ -108,14 +108,14 @@ static __device__ __forceinline__ void store_row_statistics(unsigned char* tile,
 }
 
 // Fills the row tiles, writes delta of the selected pairs, and sets the sums of d_q and the
-// semaphores to 0, with WIDTH / 8 threads per row.
+// semaphores to 0. Each row has WIDTH / 8 threads.
 template <int WIDTH>
 static __device__ __forceinline__ void prepare(const Parameters& params, const Scratch& scratch) {
     constexpr int LANES = WIDTH / 8;
     Segment segment = make_segment(params, blockIdx.y, blockIdx.z);
     uint32_t index = blockIdx.x * (PREPARE_THREADS / LANES) + threadIdx.x / LANES;
     uint32_t chunk = threadIdx.x % LANES, row = index % TILE_ROWS;
-    // The condition is the same for all rows of a block, which are rows of one tile.
+    // The condition is the same for all rows of a block: the rows belong to one tile.
     if (index / TILE_ROWS * TILE_ROWS >= segment.count) return;
     bool exists = index < segment.count;
 
@@ -141,7 +141,7 @@ static __device__ __forceinline__ void prepare(const Parameters& params, const S
     statistics.delta = weighted_delta;
     if (params.weights != nullptr) {
         d_out = scaled(d_out, weight);
-        // dP is computed from the rounded w dO, so the delta that is subtracted from it is too.
+        // dP is computed from the rounded w dO, so the delta subtracted from it is too.
         float sum = lanes_sum<LANES>(dot(out, d_out));
         statistics.delta = weight != 0.0f ? sum / weight : 0.0f;
     }
@@ -157,7 +157,7 @@ static __device__ __forceinline__ void prepare(const Parameters& params, const S
     if (chunk != 0) return;
     store_row_statistics<WIDTH>(tile, row, statistics);
     if (row == 0 && scratch.semaphores != nullptr) scratch.semaphores[tile_index] = 0;
-    // The output of a head with weight 0 is 0, so delta cannot be recovered from it.
+    // The output of a head with weight 0 is 0, so delta cannot be recovered from the output.
     if (exists) params.delta[pair] = weight != 0.0f ? weighted_delta / weight : 0.0f;
 }
 

@@ -54,7 +54,7 @@ fn local_queries(routing: &Routing<Cpu>, shape: &QkvShape) -> Range<usize> {
     routing.local_leading() * shape.head_dim..shape.heads * shape.head_dim
 }
 
-/// Writes the squared norms of the local queries, and zeros for the others.
+/// Writes the squared norms of the local queries, and zeros for other heads.
 fn measure<T: Element>(shape: &QkvShape, qkv: &[T], routing: &mut Routing<Cpu>) {
     let (columns, queries) = (routing.columns(), local_queries(routing, shape));
     let (local, shared) = (routing.local_columns(), routing.shared());
@@ -154,7 +154,7 @@ fn backward<T: Element>(
 /// A layer's results of the forward pass.
 struct Layer<'a> {
     columns: usize,
-    /// Local heads, and those without a column among them.
+    /// Local heads, and the number of local heads without a column.
     heads: usize,
     local_leading: usize,
     head_dim: usize,
@@ -189,7 +189,7 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// Writes the gradients of the selected local heads to the table, and zeros for the others.
+    /// Writes the gradients of the selected local heads to the table, and zeros for other heads.
     fn spread(&self, delta: &[f32], table: &mut [f64]) {
         let selected = self.selected.par_chunks(self.columns);
         let rows =
@@ -232,7 +232,7 @@ impl<'a> Layer<'a> {
 /// The gradients of the heads' weights.
 #[derive(Clone, Copy)]
 enum Weights<'a> {
-    /// None: the selection is a constant.
+    /// No gradients: the selection is a constant.
     Constant,
     /// `[tokens, heads]`, if all heads are local.
     Local(&'a [f32]),

@@ -6,7 +6,7 @@ use crate::Heads;
 /// The square and the norm of a shared head.
 pub(super) const SHARED: f64 = -1.0;
 
-/// Returns whether a square or a norm is that of a shared head.
+/// Returns whether a square or a norm belongs to a shared head.
 #[inline(always)]
 pub(super) fn is_shared(norm: f64) -> bool {
     norm < 0.0
@@ -16,7 +16,7 @@ pub(super) fn is_shared(norm: f64) -> bool {
 pub(super) struct Scores {
     /// Heads that a token selects.
     top_k: usize,
-    /// The heads whose norms are one, if whole groups are selected.
+    /// The number of heads that share one norm, if whole groups are selected.
     group_size: Option<usize>,
 }
 
@@ -28,7 +28,7 @@ impl Scores {
         }
     }
 
-    /// Selects heads, replaces squares by norms, and writes the gates and 1 / std, 0 if the norms are
+    /// Selects heads, replaces squares by norms, and writes the gates and 1 / std, or 0 if the norms are
     /// equal.
     #[inline(always)]
     pub fn route(
@@ -51,8 +51,8 @@ impl Scores {
         softmax(norms, *inv_std, gates);
     }
 
-    /// Replaces the gradients of a token's gates by those of its norms, 0 for shared heads: the
-    /// gradient of a query is that of its norm, divided by the norm, times the query. If whole groups
+    /// Replaces the gradients of a token's gates by the gradients of its norms, 0 for shared heads. The
+    /// gradient of a query is the gradient of its norm, divided by the norm, times the query. If whole groups
     /// are selected, each head gets its part of the gradient of its group's norm.
     #[inline(always)]
     pub fn gates_to_norms(&self, gates: &[f32], norms: &[f64], inv_std: f64, gradient: &mut [f32]) {
@@ -70,7 +70,7 @@ impl Scores {
     }
 }
 
-/// Replaces the squares of each group by their sum. Groups are shared or routed as a whole.
+/// Replaces the squares of each group by their sum. All heads of a group are shared, or all are routed.
 #[inline(always)]
 fn add_up_groups(squares: &mut [f64], size: usize) {
     for group in squares.chunks_exact_mut(size) {
@@ -84,7 +84,7 @@ fn routed(norms: &[f64]) -> impl Iterator<Item = f64> {
     norms.iter().copied().filter(|&norm| !is_shared(norm))
 }
 
-/// Marks shared heads and the `top_k` largest squares of the others; among equals, lower heads
+/// Marks shared heads and the `top_k` largest squares of the other heads; among equal squares, lower heads
 /// first.
 #[inline(always)]
 fn select(squares: &[f64], top_k: usize, selected: &mut [u8]) {
@@ -99,7 +99,7 @@ fn select(squares: &[f64], top_k: usize, selected: &mut [u8]) {
     }
 }
 
-/// Replaces squares by the roots of their `count`-th parts.
+/// Replaces each square by the root of its `count`-th part.
 #[inline(always)]
 fn roots(squares: &mut [f64], count: f64) {
     for square in squares {
@@ -107,13 +107,13 @@ fn roots(squares: &mut [f64], count: f64) {
     }
 }
 
-/// 1 / std of the norms, or 0 if all are equal.
+/// Returns 1 / std of the norms, or 0 if all are equal.
 #[inline(always)]
 fn inverse_deviation(norms: &[f64]) -> f64 {
     let count = routed(norms).count() as f64;
     let mean = routed(norms).sum::<f64>() / count;
     let variance = routed(norms).map(|norm| (norm - mean).powi(2)).sum::<f64>() / (count - 1.0);
-    // The mean of equal norms may differ from them by a rounding, so equality is tested explicitly.
+    // Rounding may make the mean of equal norms differ from them, so equality is tested explicitly.
     let first = routed(norms).next();
     let equal = routed(norms).all(|norm| Some(norm) == first);
     if equal { 0.0 } else { variance.sqrt().recip() }
@@ -134,7 +134,7 @@ fn softmax(norms: &[f64], inv_std: f64, gates: &mut [f32]) {
     }
 }
 
-/// Sets the gradients of shared heads' gates to 0, and returns the mean of the others by the gates.
+/// Sets the gradients of shared heads' gates to 0, and returns the mean of the other gradients, weighted by the gates.
 #[inline(always)]
 fn ignore_shared(gates: &[f32], norms: &[f64], gradient: &mut [f32]) -> f64 {
     for (slot, &norm) in gradient.iter_mut().zip(norms) {
@@ -142,7 +142,7 @@ fn ignore_shared(gates: &[f32], norms: &[f64], gradient: &mut [f32]) -> f64 {
     }
     let inner: f64 =
         gates.iter().zip(gradient.iter()).map(|(&g, &d)| f64::from(g) * f64::from(d)).sum();
-    // Rounded gates do not sum to exactly 1. The division makes the gradients of the scores sum to
+    // Rounded gates do not sum to exactly 1. With the division the gradients of the scores sum to
     // 0, which the formula requires.
     inner / gates.iter().map(|&gate| f64::from(gate)).sum::<f64>()
 }
@@ -172,7 +172,7 @@ fn heads_to_norms(gates: &[f32], norms: &[f64], inv_std: f64, gradient: &mut [f3
 mod tests {
     use super::*;
 
-    /// Norms, gates and 1 / std of squares.
+    /// Returns 1 / std; replaces squares by norms and writes the gates.
     fn score(norms: &mut [f64], gates: &mut [f32]) -> f64 {
         roots(norms, 1.0);
         let inv_std = inverse_deviation(norms);
@@ -219,7 +219,7 @@ mod tests {
 
     #[test]
     fn two_routed_heads_always_have_the_same_gates() {
-        // The normalised scores of two heads differ by sqrt 2 whatever the norms are.
+        // The normalised scores of two heads differ by sqrt 2 for any norms.
         let mut gates = [0f32; 2];
         score(&mut [9.0, 1.0], &mut gates);
         let expected = 1.0 / (1.0 + (-std::f64::consts::SQRT_2).exp());

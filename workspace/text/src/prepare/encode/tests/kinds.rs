@@ -1,5 +1,5 @@
-//! Small tokenizers that are built as those of the models in their names are: the same normalizer, pre-tokenizer,
-//! post-processor and added tokens, and a vocabulary that is trained on the spot.
+//! Small tokenizers in the form of the models in their names: the same normalizer, pre-tokenizer, post-processor and
+//! added tokens, and a vocabulary that is trained on the spot.
 
 use std::collections::BTreeSet;
 
@@ -12,13 +12,13 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 use crate::prepare::encode::shape::PATTERNS;
 
-/// What is trained on beside the text given: every script of the probes, some of it often enough for merges.
+/// Training text besides the given text: every script of the probes, some of it often enough for merges.
 const SCRIPTS: &str = "na\u{ef}ve caf\u{e9} na\u{ef}ve caf\u{e9} \u{4f60}\u{597d}\u{ff0c}\u{4e16}\u{754c}\u{3002}\u{4f60}\u{597d} \
     \u{43f}\u{440}\u{438}\u{432}\u{435}\u{442} \u{43f}\u{440}\u{438}\u{432}\u{435}\u{442} \u{645}\u{631}\u{62d}\u{628}\u{627} \u{645}\u{631}\u{62d}\u{628}\u{627} \
     \u{1f600} \u{1f600} \u{1f468}\u{200d}\u{1f469} \u{1f468}\u{200d}\u{1f469} e\u{301} e\u{301} \u{915}\u{94d}\u{937} \u{915}\u{94d}\u{937} 1234 12 1999 2024 \
     It's they're we'll I'm HERE'S don't\n\n\n    def f(x):\n        return x\n\n\t\tif (a == b) { c(); }\r\n";
 
-/// English-like text of `length` bytes at least: words of a made-up vocabulary, by Zipf's law, in sentences and
+/// Returns English-like text of at least `length` bytes: words of a made-up vocabulary, by Zipf's law, in sentences and
 /// paragraphs. The same seed gives the same text.
 pub(crate) fn text(length: usize, seed: u64) -> String {
     let mut number = 0;
@@ -76,13 +76,13 @@ impl Kind {
     }
 }
 
-/// Every kind, with a vocabulary of about `size` tokens trained on `text`.
+/// Returns every kind, with a vocabulary of about `size` tokens trained on `text`.
 pub(crate) fn all(size: usize, text: &str) -> Vec<Kind> {
     let byte_level =
         |name, pattern: Option<&str>, rest| byte_level(name, pattern, rest, size, text);
     let metaspace = |scheme: &str, split: bool| json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme, "split": split});
     let isolated = |pattern: &str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
-    // SentencePiece splits scripts, digits and lines for Llama. Other tokens join what a word holds, or words.
+    // SentencePiece splits scripts, digits and lines for Llama. Other tokens join parts of a word, or words.
     let scripts = "\u{2581}?[\\p{L}\\p{M}]+|\\p{N}|\\s|[^\\p{L}\\p{M}\\p{N}\\s]+";
     let pieces = Pieces::train(size, text, &[metaspace("always", true), isolated(scripts)]);
     let joined = Pieces::train(size, text, &[metaspace("always", true)]);
@@ -153,7 +153,7 @@ pub(crate) fn all(size: usize, text: &str) -> Vec<Kind> {
     ]
 }
 
-/// Without the tokens of some bytes, the ids of later ones moved up.
+/// Removes the tokens of some bytes, and closes the gaps in the ids.
 fn lacking(mut kind: Kind) -> Kind {
     let vocabulary = kind.json["model"]["vocab"].as_object_mut().unwrap();
     let bytes = ["\u{104}", "\u{106}", "\u{f1}", "\u{ff}", "<0x04>", "<0xF1>"];
@@ -197,7 +197,7 @@ fn added(contents: &[&str], first: u32, flags: &[&str]) -> Value {
     contents.iter().zip(first..).map(|(content, id)| described(content, id, flags, true)).collect()
 }
 
-/// Returns a post-processor whose ids are filled in when the tokens are known.
+/// Returns a post-processor with ids that are filled in when the tokens are known.
 fn template(token: &str, single: Value) -> Value {
     json!({"type": "TemplateProcessing", "single": single, "pair": [
         {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}},
@@ -211,7 +211,7 @@ fn template_of(single: Value) -> Value {
     template
 }
 
-/// Trains with a pre-tokenizer; the model of the JSON.
+/// Trains with a pre-tokenizer. Returns the model of the JSON.
 fn train(pre_tokenizer: &Value, byte_level: bool, size: usize, text: &str) -> Value {
     let untrained = json!({
         "version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": pre_tokenizer,

@@ -1,5 +1,5 @@
-//! Tables of Arrow in its stream format, which is also the inside of its file format: batches of rows in sequence,
-//! each of which is held whole.
+//! Tables of Arrow in the stream format, which the file format contains: batches of rows in sequence. Memory holds a
+//! whole batch.
 
 use std::io::{self, Cursor, ErrorKind, Read};
 use std::path::{Path, PathBuf};
@@ -25,17 +25,17 @@ const MAX_SCHEMA_BYTES: usize = 1 << 26;
 pub(in super::super) struct Arrow {
     path: PathBuf,
     batches: StreamReader<Decoded>,
-    /// Whether it is in the file format, which has a second mark at the end.
+    /// Whether the table is in the file format, which has a second mark at the end.
     is_file: bool,
-    /// What is left of the batch that was read last.
+    /// The remaining rows of the last batch.
     batch: Option<RecordBatch>,
     position: Position,
-    /// Bytes of the file as stored that earlier chunks account for.
+    /// Stored bytes of the file that earlier chunks account for.
     stored: u64,
     options: Arc<ReadOptions>,
 }
 
-/// Returns the schema at the start of a table, behind the file format's mark.
+/// Returns the schema at the start of a table, after the file format's mark.
 fn schema(path: &Path, input: &mut Decoded, mark: usize) -> Result<Arc<Schema>> {
     let start = input.peek(mark + PREFIX_BYTES)?;
     let length = start.get(mark + 4..mark + PREFIX_BYTES).and_then(|bytes| bytes.try_into().ok());
@@ -51,7 +51,7 @@ fn open<R: Read>(path: &Path, input: R, wanted: Option<Vec<usize>>) -> Result<St
     guarded(path, || StreamReader::try_new(input, wanted).map_err(|error| fault(path, error)))
 }
 
-/// Returns the length of the file format's mark and the zeros after it, with which some writers fill 64 bytes.
+/// Returns the length of the file format's mark and the zeros after it. Some writers fill 64 bytes with zeros.
 fn mark_bytes(start: &[u8]) -> usize {
     let zeros = start.strip_prefix(ARROW_FILE).map(|rest| {
         let length = rest.iter().take_while(|&&byte| byte == 0).count();
@@ -73,7 +73,7 @@ fn fault(path: &Path, error: ArrowError) -> Error {
     }
 }
 
-/// The last bytes of what is left of `input`, at most `bytes`.
+/// Reads the rest of `input`, and returns its last bytes, at most `bytes`.
 fn last(input: &mut impl Read, bytes: usize) -> io::Result<Vec<u8>> {
     let (mut last, mut block) = (Vec::new(), vec![0; 1 << 16]);
     loop {
@@ -133,7 +133,7 @@ impl Arrow {
         Ok(())
     }
 
-    /// Returns the rows that are left of a batch, or the next batch that has some.
+    /// Returns the remaining rows of a batch, or the next batch with rows.
     fn next_batch(&mut self) -> Result<Option<RecordBatch>> {
         loop {
             if let Some(batch) = self.batch.take().filter(|batch| batch.num_rows() > 0) {

@@ -1,4 +1,4 @@
-//! The cells of a column: texts, and what else has a text in a template.
+//! The cells of a column: texts, and other values that have a text in a template.
 
 use std::borrow::Cow;
 use std::fmt::Display;
@@ -11,9 +11,9 @@ use arrow_schema::DataType;
 use super::nested::Nested;
 use crate::prepare::fields::Value;
 
-/// The cells of a column, or of one in columns of structures.
+/// The cells of a column, or of a column in structures.
 pub(super) struct Cells<'a> {
-    /// The column, and the structures around it: a cell is null where one of them is.
+    /// The column, and the structures around it. A cell is null where the column or a structure is null.
     columns: Vec<&'a dyn Array>,
     values: Values<'a>,
 }
@@ -23,7 +23,7 @@ enum Values<'a> {
     Scalar(ValueOf<'a>),
     /// Lists and structures.
     Nested(Nested<'a>),
-    /// Of a type without a text.
+    /// Values of a type without a text.
     Other,
 }
 
@@ -31,7 +31,7 @@ enum Values<'a> {
 type ValueOf<'a> = Box<dyn Fn(usize) -> Value<'a> + Send + 'a>;
 
 impl<'a> Cells<'a> {
-    /// Returns the cells of the column at the end of these names; `None` if it is missing.
+    /// Returns the cells of the column at the end of these names, or `None` if it is missing.
     pub(super) fn find(batch: &'a RecordBatch, names: &[&str]) -> Option<Self> {
         let (first, rest) = names.split_first()?;
         let mut column: &'a dyn Array = &**batch.column_by_name(first)?;
@@ -73,7 +73,7 @@ impl<'a> Cells<'a> {
         Self { columns: vec![column], values }
     }
 
-    /// Returns the bytes of the value in a row, about.
+    /// Returns the approximate bytes of the value in a row.
     pub(super) fn bytes(&self, row: usize) -> usize {
         match &self.values {
             Values::Text(_) => match self.value(row) {
@@ -128,7 +128,7 @@ fn scalars<'a>(values: impl ArrayAccessor<Item: Display> + 'a) -> Values<'a> {
     Values::Scalar(Box::new(move |row| Value::Scalar(Cow::Owned(values.value(row).to_string()))))
 }
 
-/// Numbers as JSON writes them, which has none for infinity.
+/// Returns numbers as JSON writes them. JSON has no infinity and no NaN.
 fn floats<'a>(values: impl ArrayAccessor<Item: serde::Serialize + Into<f64>> + 'a) -> Values<'a> {
     Values::Scalar(Box::new(move |row| {
         let value = values.value(row);

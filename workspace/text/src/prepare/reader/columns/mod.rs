@@ -25,14 +25,14 @@ pub(super) use parquet::Table as ParquetTable;
 
 use cells::Cells;
 
-/// Calls a reader of a table: the crates of Arrow and Parquet panic for some damaged files, which is an error, too.
+/// Calls a reader of a table. The crates of Arrow and Parquet panic for some damaged files. A panic becomes an error.
 fn guarded<T>(path: &Path, read: impl FnOnce() -> Result<T>) -> Result<T> {
     quietly(read).unwrap_or_else(|| Err(damaged(path, "a length or an offset is wrong")))
 }
 
 /// Returns the error of a table that cannot be read.
 fn damaged(path: &Path, reason: impl Display) -> Error {
-    // Some reasons are followed by where they were found, line by line.
+    // Some reasons continue with the places in the code, line by line.
     let reason = reason.to_string();
     let reason = reason.lines().next().unwrap_or_default().trim_end_matches('.');
     Error::unusable(path, format!("the table is damaged ({reason}): fetch it again"))
@@ -41,7 +41,7 @@ fn damaged(path: &Path, reason: impl Display) -> Error {
 /// Rows of a table, with the wanted columns.
 pub(super) struct Rows {
     batch: RecordBatch,
-    /// Rows of the table before them.
+    /// Rows of the table before these rows.
     first: u64,
 }
 
@@ -52,7 +52,7 @@ impl Rows {
         columns.map(|cells| rows.clone().map(|row| cells.bytes(row)).sum::<usize>()).sum()
     }
 
-    /// Returns the chunk of a part's rows; the part comes after `before` rows of the table.
+    /// Creates the chunk of a part's rows. The part comes after `before` rows of the table.
     fn chunk(
         batch: RecordBatch,
         before: u64,
@@ -83,7 +83,8 @@ pub(super) fn records<'a>(
     })
 }
 
-/// Returns the wanted columns in the order of the slots: that which is literally the path, and that at its end.
+/// Returns the wanted columns in the order of the slots: the column with the path as its name, and the column at the
+/// path's end.
 fn columns<'a>(batch: &'a RecordBatch, fields: &Fields) -> impl Iterator<Item = Option<Cells<'a>>> {
     fields.paths().iter().flat_map(|path| {
         let literal = Cells::find(batch, &[path]);
@@ -93,7 +94,7 @@ fn columns<'a>(batch: &'a RecordBatch, fields: &Fields) -> impl Iterator<Item = 
     })
 }
 
-/// Returns the first rows of a batch, which make a chunk, and the others. Nothing is copied.
+/// Splits a batch into its first rows, for one chunk, and the other rows. Nothing is copied.
 fn split(batch: RecordBatch, options: &ReadOptions) -> (RecordBatch, Option<RecordBatch>) {
     let columns: Vec<_> = columns(&batch, &options.fields).flatten().collect();
     let (mut rows, mut bytes) = (0, 0);
@@ -106,7 +107,7 @@ fn split(batch: RecordBatch, options: &ReadOptions) -> (RecordBatch, Option<Reco
     (batch.slice(0, rows), rest)
 }
 
-/// Checks that the table has the wanted columns, with texts, or in a template with values that have one.
+/// Checks that the table has the wanted columns, with texts, or for a template with values that have a text.
 fn check(path: &Path, schema: &Schema, fields: &Fields) -> Result<()> {
     for wanted in fields.paths() {
         let keys: Vec<&str> = wanted.split('.').collect();

@@ -1,5 +1,5 @@
-//! Lists and structures in columns, as the messages of conversations are: as JSON. A field of a structure that is
-//! null is left out, because every structure of a column has the same fields, whatever was there when it was written.
+//! Lists and structures in columns, such as the messages of conversations, as JSON. Null fields of a structure are
+//! skipped, because all structures of a column have the same fields, even if they were written without some of them.
 
 use arrow_array::cast::AsArray;
 use arrow_array::{Array, ListLikeArray};
@@ -22,7 +22,7 @@ pub(super) fn is_list(kind: &DataType) -> bool {
 }
 
 impl<'a> Nested<'a> {
-    /// `None` for a column of another type.
+    /// Returns the values of a column, or `None` for a column of another type.
     pub(super) fn of(column: &'a dyn Array) -> Option<Self> {
         let list: &dyn ListLikeArray = match column.data_type() {
             DataType::List(_) => column.as_list::<i32>(),
@@ -38,7 +38,7 @@ impl<'a> Nested<'a> {
         Some(Self::List(list, Box::new(Cells::of(&**list.values()))))
     }
 
-    /// Returns the bytes of the values in a row, about.
+    /// Returns the approximate bytes of the values in a row.
     pub(super) fn bytes(&self, row: usize) -> usize {
         match self {
             Self::Struct(fields) => {
@@ -72,7 +72,7 @@ fn json(name: &str, cells: &Cells<'_>, row: usize) -> Json {
     match cells.value(row) {
         Value::Text(text) => text.into(),
         Value::NotFinite(name) => format!("{MARK}{name}").into(),
-        // As JSON writes it.
+        // The text is JSON.
         Value::Scalar(text) | Value::Json(text) => {
             serde_json::from_str(&text).unwrap_or(Json::Null)
         }

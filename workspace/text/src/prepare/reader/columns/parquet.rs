@@ -1,5 +1,5 @@
-//! Tables of Parquet, row group by row group. Strings are views of the pages, so that neither a long value nor one that
-//! is in a dictionary and in many rows is copied.
+//! Tables of Parquet, row group by row group. Strings are views of the pages, so neither long values nor values of a
+//! dictionary are copied.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use crate::prepare::reader::{Chunk, Position, ReadOptions, Reader};
 /// Maximum rows that are read at once.
 const MAX_BATCH_ROWS: u64 = 1 << 13;
 
-/// A table whose footer was read.
+/// A table with its footer read.
 pub(in super::super) struct Table {
     metadata: ArrowReaderMetadata,
     wanted: Vec<usize>,
@@ -38,7 +38,7 @@ impl Table {
             let views =
                 Schema::new_with_metadata(views(schema.fields()), schema.metadata().clone());
             let read_as = ArrowReaderOptions::new().with_schema(Arc::new(views));
-            // Types without a place in Parquet, which Arrow's own description has, are read as they are.
+            // Types that Parquet lacks, but that Arrow's own description has, are read as they are.
             let as_views = ArrowReaderMetadata::try_new(metadata.metadata().clone(), read_as);
             let metadata = as_views.unwrap_or(metadata);
             let schema = metadata.parquet_schema();
@@ -77,7 +77,7 @@ impl Table {
             stored = stored.saturating_add(column.compressed_size().max(0) as u64);
             unpacked = unpacked.saturating_add(column.uncompressed_size().max(0) as u64);
         }
-        // As many as a chunk has, about.
+        // About as many rows as a chunk has.
         let row_bytes = (unpacked / rows.max(1)).max(1);
         let batch_rows = (options.chunk_bytes as u64 / row_bytes).clamp(1, MAX_BATCH_ROWS);
         let file = File::open(path).map_err(moh_files::io(path))?;
@@ -104,7 +104,7 @@ impl Table {
     }
 }
 
-/// Returns the columns with views in the place of other strings.
+/// Returns the columns with views in place of other strings.
 fn views(columns: &Columns) -> Columns {
     let view = |column: &FieldRef| -> FieldRef {
         let kind = match column.data_type() {
@@ -120,7 +120,7 @@ fn views(columns: &Columns) -> Columns {
 struct Group {
     path: PathBuf,
     batches: ParquetRecordBatchReader,
-    /// What is left of the batch that was read last.
+    /// The remaining rows of the last batch.
     batch: Option<RecordBatch>,
     /// Rows of the table before this group.
     before: u64,
@@ -132,7 +132,7 @@ struct Group {
 }
 
 impl Group {
-    /// Returns the rows that are left of a batch, or the next batch.
+    /// Returns the remaining rows of a batch, or the next batch.
     fn next_batch(&mut self) -> Result<Option<RecordBatch>> {
         if let Some(batch) = self.batch.take() {
             return Ok(Some(batch));
@@ -154,7 +154,7 @@ impl Reader for Group {
         let (path, options) = (&self.path, &self.options);
         let (rows, rest) = guarded(path, || Ok(split(batch, options)))?;
         self.batch = rest;
-        // Pages are read in larger steps than chunks: the rows tell how far it is.
+        // Pages are read in larger steps than chunks, so the rows measure the progress.
         let part = rows.num_rows() as f64 / self.rows.max(1) as f64;
         let input_bytes = (self.stored as f64 * part) as u64;
         Ok(Some(Rows::chunk(rows, self.before, &mut self.position, input_bytes, options)))

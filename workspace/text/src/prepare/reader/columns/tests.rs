@@ -177,7 +177,7 @@ fn nulls_are_bad_records_with_their_row() {
                 }
             }
         }
-        // A structure that is null has no text in it.
+        // A null structure has no text.
         let found = read(&bytes, "in.text").unwrap();
         assert_eq!(found[2], Ok(text(2)), "{name}");
         assert!(matches!(&found[3], Err(bad) if bad.reason == "the column \"in.text\" is null"));
@@ -354,7 +354,7 @@ fn open_metadata(bytes: &[u8]) -> parquet::file::metadata::ParquetMetaData {
     parquet::file::metadata::ParquetMetaDataReader::new().parse_and_finish(&file).unwrap()
 }
 
-/// Returns a table with large texts, one of them longer than the others.
+/// Returns a table with large texts. One text is longer than the others.
 fn large() -> RecordBatch {
     let long = "long words ".repeat(200_000);
     let texts =
