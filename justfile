@@ -34,6 +34,11 @@ mpi:
 compare-bits BEFORE AFTER:
     tools/compare-bits {{ BEFORE }} {{ AFTER }}
 
+# A wheel and an archive of the programs, for this machine
+release OUT="dist":
+    python3 -m venv .venv && .venv/bin/pip install --quiet wheel
+    .venv/bin/python tools/release {{ OUT }}
+
 # The benchmarks of operators
 bench:
     cargo bench -p moh-kernels
