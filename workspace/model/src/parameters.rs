@@ -191,7 +191,7 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         self.stale.fill(true);
     }
 
-    /// Returns whether the next gradient overwrites a buffer or is added to it.
+    /// Returns how the next gradient changes a buffer: it overwrites the elements, or is added to them.
     pub fn accumulation(&self, flat: usize) -> Accumulation {
         if self.stale[flat] { Accumulation::Overwrite } else { Accumulation::Add }
     }

@@ -382,7 +382,7 @@ impl Recipe {
     }
 }
 
-/// Returns the error for these faults of the recipe at `path`, if there are any.
+/// Fails with these faults of the recipe at `path`, if there are any.
 fn refuse(faults: Vec<KeyFault>, path: &Path) -> Result<(), Error> {
     match faults.is_empty() {
         true => Ok(()),

@@ -58,7 +58,7 @@ pub struct TrainingText {
     /// Whether the template itself marked the ranges. Otherwise they may end with text after the token that ends a
     /// turn.
     pub is_exact: bool,
-    /// Parts of the messages that the template does not read.
+    /// Parts of the conversation that are not read, or not trained on.
     pub notes: ChatNotes,
 }
 
@@ -143,52 +143,64 @@ impl<'a> Renderer<'a> {
         if turns == TrainedTurns::Last && !conversation.is_answer(last) {
             return Err(Error::Invalid("the last message is not the assistant's".to_owned()));
         }
-        let first = if turns == TrainedTurns::Last { last } else { 0 };
         let text = self.render_first(compiled, &values, count, false)?;
-        let reads = self.reads(compiled);
-        let messages = conversation.messages().iter();
-        let mut made = TrainingText {
-            text,
-            trained: Vec::new(),
-            is_exact: compiled.source.has_generation,
-            notes: ChatNotes::default(),
-        };
-        let misread = messages.filter(|message| reads.misreads(message)).count();
-        made.notes.misread = misread as u64;
-        for key in conversation.unnamed_keys(|key| compiled.source.names.contains(key)) {
-            *made.notes.unnamed.entry(key.to_owned()).or_default() += 1;
-        }
-        if made.is_exact {
-            if conversation.contains(&MARKS) {
-                return Err(Error::Invalid(
-                    "the conversation contains U+FDD0 or U+FDD1, which are no characters: remove them"
-                        .to_owned(),
-                ));
+        let mut notes = self.notes(compiled, conversation);
+        let is_exact = compiled.source.has_generation;
+        let (text, trained) = match is_exact {
+            true => marked_text(&text, conversation, turns)?,
+            false => {
+                let trained = self.answers(compiled, &values, &text, conversation, turns)?;
+                (text, trained)
             }
-            let (text, blocks) = take_marks(&made.text);
-            made.text = text;
-            made.trained = trained_blocks(blocks, conversation, turns)?;
-            return Ok(made);
+        };
+        notes.untrained = u64::from(trained.is_empty());
+        Ok(TrainingText { text, trained, is_exact, notes })
+    }
+
+    /// Counts the parts of a conversation that the template does not read.
+    fn notes(&self, compiled: &Compiled<'a>, conversation: &Conversation) -> ChatNotes {
+        let reads = self.reads(compiled);
+        let misread = conversation.messages().iter().filter(|message| reads.misreads(message));
+        let mut notes = ChatNotes { misread: misread.count() as u64, ..ChatNotes::default() };
+        for key in conversation.unnamed_keys(|key| compiled.source.names.contains(key)) {
+            *notes.unnamed.entry(key.to_owned()).or_default() += 1;
         }
+        notes
+    }
+
+    /// Finds the assistant's turns in a rendered conversation: each is the text between the renderings before and
+    /// after its message.
+    fn answers(
+        &self,
+        compiled: &Compiled<'a>,
+        values: &Values,
+        text: &str,
+        conversation: &Conversation,
+        turns: TrainedTurns,
+    ) -> Result<Vec<Range<usize>>> {
+        let count = values.messages.len();
+        let last = count.saturating_sub(1);
+        let first = if turns == TrainedTurns::Last { last } else { 0 };
+        let mut trained = Vec::new();
         for index in (first..count).filter(|&index| conversation.is_trained(index)) {
-            let before = self.render_first(compiled, &values, index, true)?;
+            let before = self.render_first(compiled, values, index, true)?;
             // The turn of the last message ends with the text.
             let through = match index == last {
-                true => made.text.len(),
+                true => text.len(),
                 false => {
-                    let through = self.render_first(compiled, &values, index + 1, false)?;
-                    if !made.text.starts_with(&through) {
+                    let through = self.render_first(compiled, values, index + 1, false)?;
+                    if !text.starts_with(&through) {
                         return Err(other_beginning(index, index < last));
                     }
                     through.len()
                 }
             };
-            if !made.text.starts_with(&before) || before.len() > through {
+            if !text.starts_with(&before) || before.len() > through {
                 return Err(other_beginning(index, index < last));
             }
-            made.trained.push(before.len()..through);
+            trained.push(before.len()..through);
         }
-        Ok(made)
+        Ok(trained)
     }
 
     fn template_of(&self, conversation: &Conversation) -> &Compiled<'a> {
@@ -304,6 +316,22 @@ fn bytes_of(value: &Json) -> u64 {
         }
         _ => 0,
     }
+}
+
+/// Returns a text without its marks, and the ranges between them that are trained on.
+fn marked_text(
+    marked: &str,
+    conversation: &Conversation,
+    turns: TrainedTurns,
+) -> Result<(String, Vec<Range<usize>>)> {
+    if conversation.contains(&MARKS) {
+        return Err(Error::Invalid(
+            "the conversation contains U+FDD0 or U+FDD1, which are no characters: remove them"
+                .to_owned(),
+        ));
+    }
+    let (text, blocks) = take_marks(marked);
+    Ok((text, trained_blocks(blocks, conversation, turns)?))
 }
 
 /// Returns the ranges of the blocks `generation` of turns that are trained on.

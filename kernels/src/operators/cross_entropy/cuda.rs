@@ -119,7 +119,7 @@ impl Chunk {
     }
 }
 
-/// Returns the losses of a chunk with a vocabulary sharded across ranks.
+/// Computes the losses of a chunk with a vocabulary sharded across ranks.
 fn vocab_parallel_losses<T: Element>(
     cuda: &Cuda,
     tokens: usize,

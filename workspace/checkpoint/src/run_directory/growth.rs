@@ -15,7 +15,7 @@ use crate::{Error, Result, RunDirectory};
 
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// Returns to the stage that was over, if the state is between two stages or at the run's end and that stage has grown
+/// Reopens the stage that was over, if the state is between two stages or at the run's end and that stage has grown
 /// there. It was the last stage at that time, even if stages were appended since.
 pub fn reopen(state: &mut RunState, recipe: &Recipe) {
     let Some(index) = state.stage.checked_sub(1).filter(|_| state.stage_step == 0) else { return };

@@ -41,7 +41,7 @@ fn description(served: &Served) -> Value {
     })
 }
 
-/// Returns whether requests are answered.
+/// Returns 200 if requests are answered, and 503 if the server ends or its engine has stopped.
 pub(super) async fn health(State(served): State<Arc<Served>>) -> StatusCode {
     match served.is_ending.load(Ordering::Relaxed) || served.engine.is_closed() {
         true => StatusCode::SERVICE_UNAVAILABLE,

@@ -268,7 +268,7 @@ impl NcclCommunicator {
         self.await_event(&event)
     }
 
-    /// Returns the communicator's asynchronous error since the last call, if there is an error.
+    /// Fails with the communicator's asynchronous error since the last call, if there is an error.
     fn check(&self) -> Result<()> {
         let mut state = sys::ncclResult_t::ncclSuccess;
         // SAFETY: the communicator is valid, and the caller holds the lock.

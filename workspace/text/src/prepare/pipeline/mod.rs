@@ -295,7 +295,6 @@ impl Batch {
             Encoding::Conversations(chat) => match chat.render(&record.text, &shared.stopped) {
                 Ok(rendered) => {
                     self.notes.add(&rendered.text.notes);
-                    self.notes.untrained += u64::from(rendered.text.trained.is_empty());
                     self.documents.push(Document::of_conversation(work, chat, &rendered)?);
                 }
                 Err(Error::Interrupted) => return Err(Error::Interrupted),
