@@ -37,7 +37,7 @@ def parse():
 
 
 def answer(options, model, question):
-    """A model's answer, and its tokens/s."""
+    """Returns a model's answer, and its tokens/s."""
     command = [options.program, "--model", model, "--chat", "--max-tokens", str(options.max_tokens), "--prompt", question]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     return done.stdout.strip(), float(re.search(r"([\d.]+) tokens/s", done.stderr)[1])
