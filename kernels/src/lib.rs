@@ -14,8 +14,8 @@ mod workspace;
 use device::cpu::{compiled, disjoint, math, scratch, simd};
 #[cfg(gpu)]
 use device::cuda;
+pub use device::{any, memory, ranks, scalar};
 use device::{counting, cpu, error, gpu_sizes, region};
-pub use device::{memory, ranks, scalar};
 use error::{check_ids, check_len, ensure};
 pub use operators::{
     adamw, add, attention, convert, cross_entropy, embedding, key_value_cache, linear, qk_norm,
@@ -23,6 +23,7 @@ pub use operators::{
 };
 pub use profiling::{gpu_activity, span};
 
+pub use any::{AnyBuffer, AnyView, AnyViewMut, Stored};
 #[cfg(gpu)]
 pub use attention::cuda::AttentionPath;
 pub use backend::Backend;
@@ -35,6 +36,8 @@ pub use cuda::CudaStream;
 #[cfg(feature = "cuda-emulator")]
 pub use cuda::EmulatedCalls;
 pub use error::{Error, Result, with_cause};
+#[doc(hidden)]
+pub use half::bf16;
 pub use matmul::{Accumulation, Bf16Path};
 pub use memory::{Memory, MemoryInfo, Purpose, View, ViewMut};
 pub use ranks::Heads;

@@ -1,5 +1,6 @@
 //! Devices: their memory, its element types, and the tools of operators. Nothing here depends on an operator.
 
+pub mod any;
 pub(crate) mod counting;
 pub(crate) mod cpu;
 #[cfg(gpu)]

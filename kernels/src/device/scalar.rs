@@ -115,7 +115,7 @@ pub trait Scalar: Pod + Send + Sync + std::fmt::Debug + PartialEq {
 }
 
 /// An element type of weights, activations and gradients; arithmetic on it is f32.
-pub trait Element: Scalar {
+pub trait Element: crate::Stored {
     /// The element's type, among the types that operators compute in.
     const ELEMENT: ElementType;
     /// Returns the exact value.

@@ -1,12 +1,9 @@
-//! Opens a device, and converts a recipe's element types to type parameters.
+//! Opens a device.
 
 use std::fmt;
-use std::marker::PhantomData;
 use std::str::FromStr;
 
-use half::bf16;
-
-use crate::{Backend, Cpu, Element, ElementType};
+use crate::{Backend, Cpu};
 
 /// A device that cannot be opened.
 #[derive(Debug, thiserror::Error)]
@@ -37,15 +34,6 @@ pub trait OnDevice {
 
     /// Runs the work on a device.
     fn run<B: Backend + Clone>(self, backend: B) -> Self::Output;
-}
-
-/// Work that is generic over its device and element type.
-pub trait Compute {
-    /// The result of the work.
-    type Output;
-
-    /// Runs the work on a device in elements of type `T`.
-    fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output;
 }
 
 impl OpenDevice {
@@ -97,68 +85,11 @@ impl OpenDevice {
             OpenDevice::Cuda(cuda) => work.run(cuda),
         }
     }
-
-    /// Runs `work` on the device, in elements of type `dtype`.
-    pub fn compute<W: Compute>(self, dtype: ElementType, work: W) -> W::Output {
-        match dtype {
-            ElementType::F32 => self.run(Typed(work, PhantomData::<f32>)),
-            ElementType::BF16 => self.run(Typed(work, PhantomData::<bf16>)),
-        }
-    }
-}
-
-/// Work with its element type, before its device is known.
-struct Typed<W, T>(W, PhantomData<T>);
-
-impl<W: Compute, T: Element> OnDevice for Typed<W, T> {
-    type Output = W::Output;
-
-    fn run<B: Backend + Clone>(self, backend: B) -> W::Output {
-        self.0.run::<B, T>(backend)
-    }
 }
 
 #[cfg(feature = "cuda")]
 fn ordinal(local_rank: usize, gpus: usize) -> usize {
     if gpus == 1 { 0 } else { local_rank }
-}
-
-/// Work that is generic over a training state: weights and activations `T`, gradients `G`, moments
-/// `M`.
-pub trait InTrainingElements {
-    /// The result of the work.
-    type Output;
-
-    /// Runs the work on a state of these types.
-    fn run<T: Element, G: Element, M: Element>(self) -> Self::Output;
-}
-
-/// The element types of a training state.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TrainingTypes {
-    /// Weights and activations.
-    pub weights: ElementType,
-    /// Gradients.
-    pub gradients: ElementType,
-    /// Both optimiser moments.
-    pub moments: ElementType,
-}
-
-/// Runs `work` on a training state of these types.
-pub fn in_training_elements<W: InTrainingElements>(types: TrainingTypes, work: W) -> W::Output {
-    match types.weights {
-        ElementType::F32 => with_weights::<W, f32>(types, work),
-        ElementType::BF16 => with_weights::<W, bf16>(types, work),
-    }
-}
-
-fn with_weights<W: InTrainingElements, T: Element>(types: TrainingTypes, work: W) -> W::Output {
-    match (types.gradients, types.moments) {
-        (ElementType::F32, ElementType::F32) => work.run::<T, f32, f32>(),
-        (ElementType::F32, ElementType::BF16) => work.run::<T, f32, bf16>(),
-        (ElementType::BF16, ElementType::F32) => work.run::<T, bf16, f32>(),
-        (ElementType::BF16, ElementType::BF16) => work.run::<T, bf16, bf16>(),
-    }
 }
 
 /// A device that is not open yet.
@@ -209,37 +140,6 @@ mod tests {
     fn a_process_that_sees_one_gpu_takes_it() {
         assert_eq!([0, 3].map(|rank| ordinal(rank, 1)), [0, 0]);
         assert_eq!([0, 3].map(|rank| ordinal(rank, 8)), [0, 3]);
-    }
-
-    struct Name;
-
-    impl Compute for Name {
-        type Output = ElementType;
-
-        fn run<B: Backend + Clone, T: Element>(self, _: B) -> ElementType {
-            T::ELEMENT
-        }
-    }
-
-    impl InTrainingElements for Name {
-        type Output = TrainingTypes;
-
-        fn run<T: Element, G: Element, M: Element>(self) -> TrainingTypes {
-            TrainingTypes { weights: T::ELEMENT, gradients: G::ELEMENT, moments: M::ELEMENT }
-        }
-    }
-
-    #[test]
-    fn every_type_reaches_the_work() {
-        for weights in ElementType::ALL {
-            assert_eq!(OpenDevice::Cpu.compute(weights, Name), weights);
-            for gradients in ElementType::ALL {
-                for moments in ElementType::ALL {
-                    let types = TrainingTypes { weights, gradients, moments };
-                    assert_eq!(in_training_elements(types, Name), types);
-                }
-            }
-        }
     }
 
     #[test]

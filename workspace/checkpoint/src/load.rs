@@ -2,7 +2,7 @@
 //! then exchange the weights, so that together they read every shard once.
 
 use moh_comm::Group;
-use moh_kernels::{Backend, Element};
+use moh_kernels::Backend;
 use moh_model::{Model, Segment};
 use moh_step::OptimizerState;
 
@@ -10,10 +10,10 @@ use crate::{ReadError, Result, StoredCheckpoint, TensorRequest};
 
 /// Fills this rank's shard of the model's weights and the optimiser's state. The tensors named in `added` are not
 /// in the checkpoint and start as zeros.
-pub fn load<B: Backend + Clone, T: Element, M: Element>(
+pub fn load<B: Backend + Clone>(
     stored: &StoredCheckpoint,
-    model: &mut Model<B, T>,
-    optimizer: &mut OptimizerState<B, M>,
+    model: &mut Model<B>,
+    optimizer: &mut OptimizerState<B>,
     added: &[String],
 ) -> Result<(), ReadError> {
     optimizer.fill(model, |kind, segment: &Segment, range, values: &mut [f32]| {
@@ -27,14 +27,14 @@ pub fn load<B: Backend + Clone, T: Element, M: Element>(
 }
 
 /// Completes the weights of each data rank from the shards of the others.
-pub fn gather_weights<B: Backend, T: Element>(model: &mut Model<B, T>, data: &Group) -> Result<()> {
+pub fn gather_weights<B: Backend>(model: &mut Model<B>, data: &Group) -> Result<()> {
     if data.size() == 1 {
         return Ok(());
     }
     for flat in 0..model.layout().flats.len() {
         let weights = model.weights_mut();
-        if B::len(weights.flat(flat)) > 0 {
-            let gathered = data.start_all_gather::<B, T>(weights.take(flat))?;
+        if !weights.flat(flat).is_empty() {
+            let gathered = data.start_all_gather(weights.take(flat))?;
             weights.put(flat, gathered.wait()?);
         }
     }
@@ -43,7 +43,7 @@ pub fn gather_weights<B: Backend, T: Element>(model: &mut Model<B, T>, data: &Gr
 
 #[cfg(test)]
 mod tests {
-    use moh_kernels::Cpu;
+    use moh_kernels::{AnyBuffer, Cpu, ElementType};
     use moh_model::{ModelConfig, ModelParallel, Shard};
     use moh_recipe::CheckpointOptions;
     use moh_step::TensorKind;
@@ -61,10 +61,11 @@ mod tests {
     }
 
     /// Returns zeros for the part of a rank that shares the optimiser's state with `ranks - 1` other ranks.
-    fn part(rank: usize, ranks: usize) -> (Model<Cpu, f32>, OptimizerState<Cpu, f32>) {
+    fn part(rank: usize, ranks: usize) -> (Model<Cpu>, OptimizerState<Cpu>) {
         let parallel = ModelParallel::whole(&config());
-        let model = Model::zeros_of_part(Cpu, config(), 8, parallel, ranks).unwrap();
-        let optimizer = OptimizerState::new(&model, Shard { rank, size: ranks }).unwrap();
+        let f32 = ElementType::F32;
+        let model = Model::zeros_of_part(Cpu, f32, config(), 8, parallel, ranks).unwrap();
+        let optimizer = OptimizerState::new(&model, f32, Shard { rank, size: ranks }).unwrap();
         (model, optimizer)
     }
 
@@ -86,13 +87,18 @@ mod tests {
                     Ok::<(), moh_model::Error>(())
                 })
                 .unwrap();
-            let mut snapshot = Snapshot::new(model.layout(), optimizer.shard()).unwrap();
+            let f32 = ElementType::F32;
+            let mut snapshot = Snapshot::new(model.layout(), optimizer.shard(), f32, f32).unwrap();
             snapshot.copy(&model, &optimizer).unwrap();
             write_part(run, 5, rank, ranks, &snapshot).unwrap()
         });
         let parts: Vec<_> = parts.collect();
         let state = RunState { step: 5, ..RunState::default() };
         publish(run, pending, state, Map::new(), &parts).unwrap();
+    }
+
+    fn floats(buffer: &AnyBuffer<Cpu>) -> &[f32] {
+        buffer.whole().typed()
     }
 
     fn check(run: &RunDirectory, rank: usize, ranks: usize) {
@@ -106,10 +112,10 @@ mod tests {
             for i in local {
                 let expect = |kind| value(kind, &segment.name, i - segment.range.start);
                 let moment = i - range.start;
-                assert_eq!(model.weights().flat(flat)[i], expect(TensorKind::Weight));
-                let first = optimizer.first_moment.flat(flat)[moment];
+                assert_eq!(floats(model.weights().flat(flat))[i], expect(TensorKind::Weight));
+                let first = floats(optimizer.first_moment.flat(flat))[moment];
                 assert_eq!(first, expect(TensorKind::FirstMoment), "{} {i}", segment.name);
-                let second = optimizer.second_moment.flat(flat)[moment];
+                let second = floats(optimizer.second_moment.flat(flat))[moment];
                 assert_eq!(second, expect(TensorKind::SecondMoment), "{} {i}", segment.name);
             }
         }

@@ -1,7 +1,7 @@
 //! Changes of a run's state by its steps, shared by training and by the replay of a step.
 
 use crate::run_log::SkippedStep;
-use moh_kernels::{Backend, Element};
+use moh_kernels::Backend;
 use moh_recipe::{GuardOptions, Recipe, Schedule, Stage};
 use moh_step::guard::SkipReason;
 use moh_step::{OptimizerState, StepResult, Update};
@@ -10,9 +10,9 @@ use crate::{Result, RunState, steps_at};
 
 impl RunState {
     /// Starts a stage with zero moments. The first stage keeps the moments that the initial model brought from its run.
-    pub fn begin_stage<B: Backend, M: Element>(
+    pub fn begin_stage<B: Backend>(
         &mut self,
-        optimizer: &mut OptimizerState<B, M>,
+        optimizer: &mut OptimizerState<B>,
         backend: &B,
     ) -> Result<()> {
         if self.step > 0 || self.moment_steps == 0 {

@@ -10,7 +10,7 @@ use std::path::Path;
 use half::bf16;
 use moh_hf::weight_files::safetensors_header;
 use moh_kernels::adamw::remainder::join;
-use moh_kernels::{DType, Element, Scalar};
+use moh_kernels::{AnyBuffer, Cpu, DType};
 use moh_step::TensorKind;
 use rayon::prelude::*;
 
@@ -32,21 +32,19 @@ enum Elements<'a> {
 }
 
 impl<'a> Elements<'a> {
-    fn new<T: Element, M: Element>(snapshot: &'a Snapshot<T, M>, kind: TensorKind) -> Self {
-        let stored = |values: &'a [M]| Elements::Stored {
-            bytes: bytemuck::cast_slice(values),
-            dtype: M::DTYPE,
+    fn new(snapshot: &'a Snapshot, kind: TensorKind) -> Self {
+        let stored = |values: &'a AnyBuffer<Cpu>| Elements::Stored {
+            bytes: values.whole().bytes(),
+            dtype: values.dtype(),
         };
         match (kind, &snapshot.remainder) {
             (TensorKind::FirstMoment, _) => stored(&snapshot.first_moment),
             (TensorKind::SecondMoment, _) => stored(&snapshot.second_moment),
-            (TensorKind::Weight, None) => {
-                Elements::Stored { bytes: bytemuck::cast_slice(&snapshot.weights), dtype: T::DTYPE }
-            }
+            (TensorKind::Weight, None) => stored(&snapshot.weights),
             // Weights have remainders only if they are bf16.
             (TensorKind::Weight, Some(remainder)) => Elements::Split {
-                weights: bytemuck::cast_slice(&snapshot.weights),
-                remainder,
+                weights: snapshot.weights.whole().typed(),
+                remainder: remainder.whole().typed(),
                 joined: Vec::new(),
             },
         }
@@ -55,7 +53,7 @@ impl<'a> Elements<'a> {
     fn dtype(&self) -> DType {
         match self {
             Elements::Stored { dtype, .. } => *dtype,
-            Elements::Split { .. } => f32::DTYPE,
+            Elements::Split { .. } => DType::F32,
         }
     }
 
@@ -83,11 +81,7 @@ pub(super) struct WrittenFile {
 
 /// Writes and syncs the file at `path`, which must not exist, with the snapshot's tensors of one kind.
 /// Conversion and hashing use the threads of rayon's current pool.
-pub(super) fn write<T: Element, M: Element>(
-    path: &Path,
-    snapshot: &Snapshot<T, M>,
-    kind: TensorKind,
-) -> io::Result<WrittenFile> {
+pub(super) fn write(path: &Path, snapshot: &Snapshot, kind: TensorKind) -> io::Result<WrittenFile> {
     let mut elements = Elements::new(snapshot, kind);
     let dtype = elements.dtype();
     let tensors = &snapshot.shard.tensors;
@@ -136,6 +130,7 @@ impl ShardTensor {
 #[cfg(test)]
 mod tests {
     use moh_hf::weight_files::header_type;
+    use moh_kernels::ElementType;
     use moh_model::model_parallel::ModelPart;
     use moh_model::{ModelLayout, Shard};
     use safetensors::tensor::TensorView;
@@ -151,11 +146,7 @@ mod tests {
     }
 
     /// Returns the file that crate `safetensors` writes, from the snapshot's values as f32.
-    fn expected<T: Element, M: Element>(
-        snapshot: &Snapshot<T, M>,
-        dtype: DType,
-        values: &[f32],
-    ) -> (Vec<u8>, Vec<blake3::Hash>) {
+    fn expected(snapshot: &Snapshot, dtype: DType, values: &[f32]) -> (Vec<u8>, Vec<blake3::Hash>) {
         let mut bytes = vec![0; values.len() * dtype.bytes()];
         dtype.write(values, &mut bytes);
         let part = |tensor: &ShardTensor| {
@@ -170,31 +161,31 @@ mod tests {
         (safetensors::serialize(views, None).unwrap(), hashes.collect())
     }
 
-    fn check<T: Element, M: Element>(shard: Shard) {
+    fn check(shard: Shard, [weights, moments]: [ElementType; 2]) {
         let dir = tempfile::tempdir().unwrap();
-        let mut snapshot = Snapshot::<T, M>::new(&layout(shard.size), shard).unwrap();
-        let value = |index: usize| (index as f32).sin();
-        for (index, weight) in snapshot.weights.iter_mut().enumerate() {
-            *weight = T::from_f32(value(index));
-        }
-        for (index, left) in snapshot.remainder.iter_mut().flatten().enumerate() {
-            *left = (index * 7919) as i16;
-        }
-        for (index, moment) in snapshot.second_moment.iter_mut().enumerate() {
-            *moment = M::from_f32(value(index + 1));
-        }
-        let weights: Vec<f32> = match &snapshot.remainder {
-            None => snapshot.weights.iter().map(|weight| weight.to_f32()).collect(),
-            Some(left) => {
-                let weights: &[bf16] = bytemuck::cast_slice(&snapshot.weights);
-                weights.iter().zip(left).map(|(&weight, &left)| join(weight, left)).collect()
-            }
+        let mut snapshot = Snapshot::new(&layout(shard.size), shard, weights, moments).unwrap();
+        let count = snapshot.weights.len();
+        let values = |first: usize| -> Vec<f32> {
+            (first..first + count).map(|index| (index as f32).sin()).collect()
         };
-        let moments: Vec<f32> =
-            snapshot.second_moment.iter().map(|moment| moment.to_f32()).collect();
+        snapshot.weights.whole_mut().fill_from_f32(&Cpu, &values(0)).unwrap();
+        if let Some(AnyBuffer::I16(left)) = &mut snapshot.remainder {
+            left.iter_mut().enumerate().for_each(|(index, left)| *left = (index * 7919) as i16);
+        }
+        snapshot.second_moment.whole_mut().fill_from_f32(&Cpu, &values(1)).unwrap();
+        let stored = snapshot.weights.whole().to_f32(&Cpu).unwrap();
+        let weights = match &snapshot.remainder {
+            Some(AnyBuffer::I16(left)) => {
+                let rounded = stored.iter().map(|&weight| bf16::from_f32(weight));
+                rounded.zip(left).map(|(weight, &left)| join(weight, left)).collect()
+            }
+            _ => stored,
+        };
+        let moment_type = moments.dtype();
+        let moments = snapshot.second_moment.whole().to_f32(&Cpu).unwrap();
         for (kind, dtype, values) in [
             (TensorKind::Weight, DType::F32, weights),
-            (TensorKind::SecondMoment, M::DTYPE, moments),
+            (TensorKind::SecondMoment, moment_type, moments),
         ] {
             let path = dir.path().join(tensor_file(kind, 0, 1));
             let written = write(&path, &snapshot, kind).unwrap();
@@ -208,8 +199,9 @@ mod tests {
 
     #[test]
     fn files_and_hashes_are_those_of_whole_tensors() {
-        check::<f32, f32>(Shard::WHOLE);
-        check::<bf16, f32>(Shard::WHOLE);
-        check::<bf16, bf16>(Shard { rank: 1, size: 3 });
+        use ElementType::{BF16, F32};
+        check(Shard::WHOLE, [F32, F32]);
+        check(Shard::WHOLE, [BF16, F32]);
+        check(Shard { rank: 1, size: 3 }, [BF16, BF16]);
     }
 }

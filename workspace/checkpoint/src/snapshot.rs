@@ -5,8 +5,7 @@
 
 use std::ops::Range;
 
-use half::bf16;
-use moh_kernels::{Backend, Cpu, Element, Memory, Scalar};
+use moh_kernels::{AnyBuffer, Backend, Cpu, ElementType, Memory as _};
 use moh_model::parameters::overlap;
 use moh_model::{FlatBuffers, Model, ModelLayout, Segment, Shard};
 use moh_step::OptimizerState;
@@ -72,37 +71,46 @@ impl ShardTensors {
     }
 }
 
-/// Returns the bytes of the host's memory that a rank's [`Snapshot`] and its writer need, with weights of type `T`
-/// and moments of type `M`.
-pub fn staging_bytes<T: Element, M: Element>(layout: &ModelLayout, shard: Shard) -> u64 {
-    let remainder = if T::DTYPE == bf16::DTYPE { size_of::<i16>() } else { 0 };
-    let element = size_of::<T>() + remainder + 2 * size_of::<M>();
+/// Returns the bytes of the host's memory that a rank's [`Snapshot`] and its writer need.
+pub fn staging_bytes(
+    layout: &ModelLayout,
+    shard: Shard,
+    weights: ElementType,
+    moments: ElementType,
+) -> u64 {
+    let remainder = if weights == ElementType::BF16 { size_of::<i16>() } else { 0 };
+    let element = weights.bytes() + remainder + 2 * moments.bytes();
     let elements = ShardTensors::new(layout, shard).len as u64;
     let joined = if remainder > 0 { super::CHUNK_BYTES as u64 } else { 0 };
     elements.saturating_mul(element as u64).saturating_add(joined)
 }
 
 /// A rank's weights and moments in the host's memory.
-pub struct Snapshot<T: Element, M: Element> {
+pub struct Snapshot {
     pub(super) shard: ShardTensors,
-    pub(super) weights: Vec<T>,
-    pub(super) remainder: Option<Vec<i16>>,
-    pub(super) first_moment: Vec<M>,
-    pub(super) second_moment: Vec<M>,
+    pub(super) weights: AnyBuffer<Cpu>,
+    pub(super) remainder: Option<AnyBuffer<Cpu>>,
+    pub(super) first_moment: AnyBuffer<Cpu>,
+    pub(super) second_moment: AnyBuffer<Cpu>,
 }
 
-impl<T: Element, M: Element> Snapshot<T, M> {
+impl Snapshot {
     /// Allocates the buffers for `shard` of the tensors in `layout`. Writes to them once, so that the first
     /// copy does not wait for the system to map memory.
-    pub fn new(layout: &ModelLayout, shard: Shard) -> Result<Self> {
+    pub fn new(
+        layout: &ModelLayout,
+        shard: Shard,
+        weights: ElementType,
+        moments: ElementType,
+    ) -> Result<Self> {
         let shard = ShardTensors::new(layout, shard);
-        let len = shard.len;
-        let has_remainder = T::DTYPE == bf16::DTYPE;
+        let zeros = |element| touched(AnyBuffer::zeros(&Cpu, element, shard.len)?);
+        let remainder = || touched(AnyBuffer::I16(Cpu.allocate(shard.len)?));
         Ok(Snapshot {
-            weights: touched(len)?,
-            remainder: has_remainder.then(|| touched(len)).transpose()?,
-            first_moment: touched(len)?,
-            second_moment: touched(len)?,
+            weights: zeros(weights)?,
+            remainder: (weights == ElementType::BF16).then(remainder).transpose()?,
+            first_moment: zeros(moments)?,
+            second_moment: zeros(moments)?,
             shard,
         })
     }
@@ -111,8 +119,8 @@ impl<T: Element, M: Element> Snapshot<T, M> {
     /// `optimizer` must have the layout and shard for which the buffers were allocated.
     pub fn copy<B: Backend>(
         &mut self,
-        model: &Model<B, T>,
-        optimizer: &OptimizerState<B, M>,
+        model: &Model<B>,
+        optimizer: &OptimizerState<B>,
     ) -> Result<()> {
         let Snapshot { shard, weights, remainder, first_moment, second_moment } = self;
         let (backend, runs) = (model.backend(), &shard.runs);
@@ -125,22 +133,21 @@ impl<T: Element, M: Element> Snapshot<T, M> {
     }
 }
 
-/// Returns zeros in the host's memory, with every page written.
-fn touched<S: Scalar>(len: usize) -> Result<Vec<S>> {
-    let mut buffer = Cpu.allocate(len)?;
-    Cpu.zero(&mut buffer)?;
+/// Writes zeros to every page of a buffer in the host's memory.
+fn touched(mut buffer: AnyBuffer<Cpu>) -> Result<AnyBuffer<Cpu>> {
+    buffer.whole_mut().zero(&Cpu)?;
     Ok(buffer)
 }
 
-fn copy_runs<B: Backend, S: Scalar>(
+fn copy_runs<B: Backend>(
     backend: &B,
     runs: &[Run],
-    from: &FlatBuffers<B, S>,
-    to: &mut [S],
+    from: &FlatBuffers<B>,
+    to: &mut AnyBuffer<Cpu>,
 ) -> Result<()> {
     for Run { flat, range, host } in runs {
-        let to = &mut to[*host..host + range.len()];
-        backend.download(from.view(*flat, range.clone()), to)?;
+        let to = to.view_mut(*host..host + range.len());
+        from.view(*flat, range.clone()).download(backend, to)?;
     }
     Ok(())
 }
@@ -194,22 +201,18 @@ mod tests {
 
     #[test]
     fn the_bytes_of_a_snapshot_are_those_of_its_buffers() {
-        fn bytes<T: Element, M: Element>(shard: Shard) -> (u64, u64) {
-            let layout = layout(shard.size);
-            let Snapshot { weights, remainder, first_moment, second_moment, .. } =
-                Snapshot::<T, M>::new(&layout, shard).unwrap();
-            let moments = size_of_val(&first_moment[..]) + size_of_val(&second_moment[..]);
-            let joined =
-                remainder.as_deref().map_or(0, |left| size_of_val(left) + crate::CHUNK_BYTES);
-            let held = size_of_val(&weights[..]) + moments + joined;
-            (held as u64, staging_bytes::<T, M>(&layout, shard))
-        }
+        use ElementType::{BF16, F32};
         for shard in [Shard::WHOLE, Shard { rank: 0, size: 3 }] {
-            for (held, planned) in
-                [bytes::<f32, f32>(shard), bytes::<bf16, f32>(shard), bytes::<bf16, bf16>(shard)]
-            {
+            for [weights, moments] in [[F32, F32], [BF16, F32], [BF16, BF16]] {
+                let layout = layout(shard.size);
+                let snapshot = Snapshot::new(&layout, shard, weights, moments).unwrap();
+                let bytes = |buffer: &AnyBuffer<Cpu>| buffer.len() * buffer.dtype().bytes();
+                let joined = (snapshot.remainder.as_ref())
+                    .map_or(0, |left| bytes(left) + crate::CHUNK_BYTES);
+                let moment_bytes = bytes(&snapshot.first_moment) + bytes(&snapshot.second_moment);
+                let held = bytes(&snapshot.weights) + moment_bytes + joined;
                 assert!(held > 0);
-                assert_eq!(held, planned);
+                assert_eq!(held as u64, staging_bytes(&layout, shard, weights, moments));
             }
         }
     }

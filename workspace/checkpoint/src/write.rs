@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::{fs, thread};
 
 use moh_files::{PendingDirectory, write_synced};
-use moh_kernels::Element;
+use moh_kernels::{Element as _, for_element};
 use moh_step::TensorKind;
 use rayon::prelude::*;
 use serde::Serialize;
@@ -41,12 +41,12 @@ type WrittenPart = (String, String, Vec<String>);
 
 /// Writes the files of rank `rank` of `size`, and the list of its tensors, into the directory that
 /// [`begin`] has created. Returns the description of the part for [`publish`].
-pub fn write_part<T: Element, M: Element>(
+pub fn write_part(
     run: &RunDirectory,
     step: u64,
     rank: usize,
     size: usize,
-    snapshot: &Snapshot<T, M>,
+    snapshot: &Snapshot,
 ) -> Result<Vec<u8>> {
     let folder = folder(run, step);
     let threads = thread::available_parallelism().map_or(1, |count| count.get().min(MAX_THREADS));
@@ -75,13 +75,13 @@ pub fn write_part<T: Element, M: Element>(
 }
 
 /// Rejects weights that are not finite, of a run that has diverged.
-fn check_finite<T: Element, M: Element>(
-    folder: &Path,
-    snapshot: &Snapshot<T, M>,
-) -> Result<(), Error> {
+fn check_finite(folder: &Path, snapshot: &Snapshot) -> Result<(), Error> {
     for tensor in &snapshot.shard.tensors {
-        let weights = &snapshot.weights[tensor.host.clone()];
-        if weights.par_iter().any(|weight| !weight.to_f32().is_finite()) {
+        let weights = snapshot.weights.view(tensor.host.clone());
+        let is_finite = for_element!(T: weights.element() => {
+            weights.typed::<T>().par_iter().all(|weight| weight.to_f32().is_finite())
+        });
+        if !is_finite {
             let reason = format!("{} has values that are not finite", tensor.segment.name);
             return Err(moh_files::unusable(folder, reason).into());
         }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use moh_kernels::{Memory, Scalar, span};
+use moh_kernels::{AnyBuffer, Memory, Scalar, span};
 
 use crate::engine::{Engine, Member, Ticket};
 use crate::watchdog::{Health, Operation};
@@ -151,29 +151,27 @@ impl Group {
 
     /// Starts [`Group::reduce_scatter`] of a whole buffer, overlapped with later work on the device if the
     /// engine supports it.
-    pub fn start_reduce_scatter<B: Memory, S: Scalar>(
+    pub fn start_reduce_scatter<B: Memory>(
         &self,
-        mut buffer: B::Buffer<S>,
+        mut buffer: AnyBuffer<B>,
         reduce: Reduce,
-    ) -> Result<Pending<B::Buffer<S>>> {
-        let range = 0..B::len(&buffer);
+    ) -> Result<Pending<AnyBuffer<B>>> {
         let ticket = self.start("reduce_scatter", |engine| {
-            self.check_chunks("reduce_scatter", range.len())?;
-            engine.reduce_scatter(B::region_mut(B::view_mut(&mut buffer, range)), reduce)
+            self.check_chunks("reduce_scatter", buffer.len())?;
+            engine.reduce_scatter(buffer.region_mut(), reduce)
         })?;
         Ok(Pending::new(buffer, ticket, "reduce_scatter"))
     }
 
     /// Starts [`Group::all_gather`] of a whole buffer, overlapped with later work on the device if the
     /// engine supports it.
-    pub fn start_all_gather<B: Memory, S: Scalar>(
+    pub fn start_all_gather<B: Memory>(
         &self,
-        mut buffer: B::Buffer<S>,
-    ) -> Result<Pending<B::Buffer<S>>> {
-        let range = 0..B::len(&buffer);
+        mut buffer: AnyBuffer<B>,
+    ) -> Result<Pending<AnyBuffer<B>>> {
         let ticket = self.start("all_gather", |engine| {
-            self.check_chunks("all_gather", range.len())?;
-            engine.all_gather(B::region_mut(B::view_mut(&mut buffer, range)))
+            self.check_chunks("all_gather", buffer.len())?;
+            engine.all_gather(buffer.region_mut())
         })?;
         Ok(Pending::new(buffer, ticket, "all_gather"))
     }

@@ -6,7 +6,7 @@ use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use moh_kernels::{Cpu, Region, RegionMut};
+use moh_kernels::{AnyBuffer, Cpu, Region, RegionMut};
 
 use super::*;
 use crate::engine::Ticket;
@@ -104,8 +104,9 @@ fn a_world_of_one_does_nothing() {
     group.all_reduce::<Cpu, f32>(&mut elements, Reduce::Sum).unwrap();
     group.all_gather::<Cpu, f32>(&mut elements).unwrap();
     group.barrier().unwrap();
-    let elements = group.start_reduce_scatter::<Cpu, f32>(elements, Reduce::Sum).unwrap();
-    assert_eq!(elements.wait().unwrap(), [1.5; 3]);
+    let elements = AnyBuffer::<Cpu>::F32(elements);
+    let pending = group.start_reduce_scatter(elements, Reduce::Sum).unwrap();
+    assert_eq!(pending.wait().unwrap().into_typed::<f32>(), [1.5; 3]);
     assert_eq!(group.split("half", Some(0), 0).unwrap().unwrap().size(), 1);
     assert!(group.split("none", None, 0).unwrap().is_none());
     world.close().unwrap();

@@ -9,7 +9,6 @@ use clap::Args;
 use clap::error::ErrorKind;
 use moh_calibrate::CalibrationOptions;
 use moh_convert::{Calibrated, ConversionOptions, beside};
-use moh_kernels::ElementType;
 use moh_kernels::open_device::OpenDevice;
 use moh_model::{HeadCounts, SharedChoice, SharedHeadSets};
 use moh_program::arguments::at_least;
@@ -167,7 +166,7 @@ impl CalibrationArguments {
         let mut sample_own = |windows, length| {
             let tokenizer = tokenizer.as_ref().context("the model has no tokenizer.json")?;
             let own = OwnText { model, tokenizer, windows, length, stop };
-            let sampled = device.clone().compute(ElementType::F32, own)?;
+            let sampled = device.clone().run(own)?;
             let kept = beside(&options.out, "-own-text");
             own_text::keep(&kept, &sampled, tokenizer.vocab_size())?;
             exit::stderr_line(format_args!(

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use moh_data::{TokenFileInfo, TokenFileWriter};
-use moh_kernels::open_device::Compute;
+use moh_kernels::open_device::OnDevice;
 use moh_kernels::sampling::RowRequest;
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Backend, ElementType};
 use moh_model::{BatchGenerator, BatchOptions, Chunk, Model, Sampler, Sampling};
 use moh_program::models::NamedModel;
 use moh_program::options;
@@ -23,6 +23,8 @@ const WARM_TOKENS: usize = 10;
 /// Maximum number of windows that are sampled together, and maximum bytes of their keys and values.
 const AT_ONCE: usize = 64;
 const CACHE_BYTES: usize = 4 << 30;
+/// The type that the model computes in.
+const ELEMENT: ElementType = ElementType::F32;
 /// Placeholder for a user's message in a chat template.
 const MESSAGE: &str = "MESSAGE";
 const RENDERING_TIME: Duration = Duration::from_secs(60);
@@ -37,15 +39,15 @@ pub(crate) struct OwnText<'a> {
     pub stop: &'a AtomicBool,
 }
 
-impl Compute for OwnText<'_> {
+impl OnDevice for OwnText<'_> {
     type Output = anyhow::Result<Vec<Vec<u32>>>;
 
-    fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
+    fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
         let starts = starts(self.model, self.tokenizer, self.length)?;
-        let model = self.model.load::<B, T>(backend, self.length)?;
+        let model = self.model.load(backend, ELEMENT, self.length)?;
         let mut bar = Bar::count("sampling tokens", (self.windows * self.length) as u64);
         let config = &self.model.config;
-        let of_token = 2 * config.key_value_width() * config.num_hidden_layers * T::DTYPE.bytes();
+        let of_token = 2 * config.key_value_width() * config.num_hidden_layers * ELEMENT.bytes();
         let at_once = (CACHE_BYTES / (of_token * self.length).max(1)).clamp(1, AT_ONCE);
         let mut windows = Vec::new();
         while windows.len() < self.windows {
@@ -100,8 +102,8 @@ fn starts(
 
 /// Samples windows of `length` tokens together, each after its start tokens. The windows' numbers seed the sampling.
 /// `progress` is called with the number of tokens so far, over all windows.
-fn sample<B: Backend, T: Element>(
-    model: &Model<B, T>,
+fn sample<B: Backend>(
+    model: &Model<B>,
     windows: Vec<(usize, &[u32])>,
     length: usize,
     vocabulary: usize,

@@ -10,8 +10,8 @@
 use std::path::Path;
 
 use moh_hf::StoredModel;
-use moh_kernels::Backend;
 use moh_kernels::open_device::{OnDevice, OpenDevice};
+use moh_kernels::{Backend, ElementType};
 use moh_model::tensors::layer_of_output_projection;
 use moh_model::{
     Activations, Model, ModelConfig, MohConfig, PassShape, Recompute, RouterKind, StepSums,
@@ -185,8 +185,9 @@ fn logits<B: Backend + Clone>(
     ids: &[u32],
     read: impl Fn(&str, &mut [f32]) -> Result<(), Error>,
 ) -> Result<Vec<f32>, Error> {
+    let f32 = ElementType::F32;
     let mut model =
-        Model::<B, f32>::new::<Error>(backend.clone(), config, ids.len(), |segment, values| {
+        Model::new::<Error>(backend.clone(), f32, config, ids.len(), |segment, values| {
             read(&segment.name, values)
         })?;
     let shape = PassShape::evaluation(1, ids.len(), Recompute::Block);

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Backend, ElementType};
 use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD};
 use moh_model::{Model, ModelConfig};
 use serde_json::json;
@@ -50,13 +50,14 @@ impl StoredModel {
     }
 
     /// Loads the model to a device, for sequences of up to `positions` tokens. Weights of another
-    /// type than `T` are converted.
-    pub fn load<B: Backend, T: Element>(
+    /// type than `element` are converted.
+    pub fn load<B: Backend>(
         &self,
         backend: B,
+        element: ElementType,
         positions: usize,
-    ) -> Result<Model<B, T>, Error> {
-        Model::new(backend, self.file.config.clone(), positions, |segment, values| {
+    ) -> Result<Model<B>, Error> {
+        Model::new(backend, element, self.file.config.clone(), positions, |segment, values| {
             self.weights.read_f32(&segment.name, values)
         })
     }

@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use moh_kernels::router::Routing;
-use moh_kernels::{Backend, Element, Memory, Purpose, QkvShape, Workspace};
+use moh_kernels::{AnyBuffer, Backend, Memory, Purpose, QkvShape, Workspace, for_element};
 use serde::{Deserialize, Serialize};
 
 use crate::layers::{
@@ -32,23 +32,23 @@ pub enum Recompute {
 }
 
 /// The saved activations of a pass's blocks.
-pub(crate) struct Blocks<B: Memory, T: Element> {
-    pub(crate) saved: Vec<SavedBlock<B, T>>,
-    recomputable: Vec<RecomputableBlock<B, T>>,
+pub(crate) struct Blocks<B: Memory> {
+    pub(crate) saved: Vec<SavedBlock<B>>,
+    recomputable: Vec<RecomputableBlock<B>>,
 }
 
 /// All buffers of passes over micro-batches: the saved activations of each pass in flight, and the
 /// buffers that all passes share.
-pub struct Activations<B: Memory, T: Element> {
+pub struct Activations<B: Memory> {
     pub(crate) shape: QkvShape,
     pub(crate) recompute: Recompute,
     pub(crate) role: PassRole,
     pub(crate) micro_batches: Vec<MicroBatch<B>>,
-    pub(crate) passes: Vec<PassActivations<B, T>>,
-    pub(crate) scratch: Scratch<B, T>,
-    pub(crate) head: HeadBuffers<B, T>,
+    pub(crate) passes: Vec<PassActivations<B>>,
+    pub(crate) scratch: Scratch<B>,
+    pub(crate) head: HeadBuffers<B>,
     /// Only in training.
-    pub(crate) gradients: Option<ActivationGradients<B, T>>,
+    pub(crate) gradients: Option<ActivationGradients<B>>,
 }
 
 /// The chunk of a pass, and the slots that store its activations until its backward pass.
@@ -73,11 +73,11 @@ pub(crate) struct MicroBatch<B: Memory> {
 }
 
 /// The saved activations of a micro-batch's pass through a chunk, sized for the largest chunk.
-pub(crate) struct PassActivations<B: Memory, T: Element> {
+pub(crate) struct PassActivations<B: Memory> {
     /// The residual stream before each block of the chunk and after its last block, `[M, C]` each. A teacher has two
     /// buffers in turn.
-    pub(crate) stream: Vec<B::Buffer<T>>,
-    pub(crate) blocks: Blocks<B, T>,
+    pub(crate) stream: Vec<AnyBuffer<B>>,
+    pub(crate) blocks: Blocks<B>,
 }
 
 /// The shape of a pass.
@@ -122,17 +122,17 @@ impl Slots {
     pub const ONE: Slots = Slots { micro_batches: 1, passes: 1 };
 }
 
-impl<B: Backend, T: Element> Activations<B, T> {
+impl<B: Backend> Activations<B> {
     /// Allocates the buffers of one pass of `model` at a time.
-    pub fn new(model: &Model<B, T>, pass: PassShape) -> Result<Self> {
+    pub fn new(model: &Model<B>, pass: PassShape) -> Result<Self> {
         Self::with_slots(&model.backend, &model.pass_sizes(pass)?, Slots::ONE)
     }
 }
 
-impl<M: Workspace, T: Element> Activations<M, T> {
+impl<M: Workspace> Activations<M> {
     /// Allocates the buffers of passes of these sizes, and makes the device reserve scratch for its operators.
     pub fn with_slots(memory: &M, sizes: &PassSizes<'_>, slots: Slots) -> Result<Self> {
-        memory.reserve::<T>(&sizes.working_set())?;
+        for_element!(T: sizes.element => memory.reserve::<T>(&sizes.working_set()))?;
         let saved = || {
             let micro_batches = (0..slots.micro_batches).map(|_| MicroBatch::new(memory, sizes));
             let micro_batches = micro_batches.collect::<Result<_>>()?;
@@ -231,12 +231,11 @@ impl<M: Memory> MicroBatch<M> {
 }
 
 /// The residual stream before and after a block, and the blocks of the chunk.
-type AroundBlock<'a, M, T> =
-    (&'a <M as Memory>::Buffer<T>, &'a mut <M as Memory>::Buffer<T>, &'a mut Blocks<M, T>);
+type AroundBlock<'a, M> = (&'a AnyBuffer<M>, &'a mut AnyBuffer<M>, &'a mut Blocks<M>);
 
-impl<M: Memory, T: Element> PassActivations<M, T> {
+impl<M: Memory> PassActivations<M> {
     /// Returns the residual stream before and after block `index` of the chunk, and the blocks.
-    pub(crate) fn around(&mut self, index: usize) -> AroundBlock<'_, M, T> {
+    pub(crate) fn around(&mut self, index: usize) -> AroundBlock<'_, M> {
         let count = self.stream.len();
         let (before, after) = (index % count, (index + 1) % count);
         let (low, high) = self.stream.split_at_mut(before.max(after));
@@ -248,14 +247,14 @@ impl<M: Memory, T: Element> PassActivations<M, T> {
     }
 
     /// Returns the residual stream after a chunk of `layers` blocks.
-    pub(crate) fn output(&self, layers: usize) -> &M::Buffer<T> {
+    pub(crate) fn output(&self, layers: usize) -> &AnyBuffer<M> {
         &self.stream[layers % self.stream.len()]
     }
 
     fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         let layers = sizes.part.chunks.iter().map(Range::len).max().unwrap_or(0);
         let streams = if sizes.role == PassRole::Teacher { 2 } else { layers + 1 };
-        let stream = (0..streams).map(|_| memory.allocate(sizes.stream()));
+        let stream = (0..streams).map(|_| sizes.zeros(memory, sizes.stream()));
         Ok(PassActivations {
             stream: stream.collect::<Result<_, _>>()?,
             blocks: Blocks::new(memory, sizes, layers)?,
@@ -263,7 +262,7 @@ impl<M: Memory, T: Element> PassActivations<M, T> {
     }
 }
 
-impl<M: Memory, T: Element> Blocks<M, T> {
+impl<M: Memory> Blocks<M> {
     /// Allocates the buffers of `layers` blocks.
     pub(crate) fn new(memory: &M, sizes: &PassSizes<'_>, layers: usize) -> Result<Self> {
         let recompute = sizes.pass.recompute;
@@ -282,8 +281,8 @@ impl<M: Memory, T: Element> Blocks<M, T> {
     pub(crate) fn buffers<'a>(
         &'a mut self,
         slot: usize,
-        scratch: &'a mut Scratch<M, T>,
-    ) -> BlockBuffers<'a, M, T> {
+        scratch: &'a mut Scratch<M>,
+    ) -> BlockBuffers<'a, M> {
         let Blocks { saved, recomputable } = self;
         let (own, own_recomputable) = (slot.min(saved.len() - 1), slot.min(recomputable.len() - 1));
         let (saved, recomputable) = (&mut saved[own], &mut recomputable[own_recomputable]);

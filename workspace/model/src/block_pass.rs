@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use moh_kernels::cross_entropy::IGNORED;
 use moh_kernels::router::Routing;
-use moh_kernels::{Backend, Memory};
+use moh_kernels::{AnyBuffer, Backend, ElementType, Memory};
 
 use crate::activations::{Activations, PassActivations, PassShape, Recompute};
 use crate::layers::attention::AttentionBuffers;
@@ -74,19 +74,14 @@ pub fn pass_alone(batch: usize, length: usize) -> PassShape {
 
 /// A block alone, of f32 weights, for passes over B sequences of T tokens, N = B T.
 pub struct BlockPass<B: Backend> {
-    model: Model<B, f32>,
-    activations: Activations<B, f32>,
+    model: Model<B>,
+    activations: Activations<B>,
     /// The router that the block was allocated with. A learned router's matrices are tensors of the block, which a
     /// dense block does not read.
     router: Option<RouterLayer>,
 }
 
-type Parts<'a, B> = (
-    Context<'a, B, f32>,
-    &'a Block,
-    &'a mut Vec<<B as Memory>::Buffer<f32>>,
-    BlockBuffers<'a, B, f32>,
-);
+type Parts<'a, B> = (Context<'a, B>, &'a Block, &'a mut Vec<AnyBuffer<B>>, BlockBuffers<'a, B>);
 
 /// A block's results for a residual stream.
 #[derive(Debug, Clone, PartialEq)]
@@ -102,7 +97,7 @@ impl<B: Backend> BlockPass<B> {
     /// over `batch` sequences of `length` tokens.
     pub fn new(backend: B, config: &ModelConfig, batch: usize, length: usize) -> Result<Self> {
         let zeros = |_: &Segment, _: &mut [f32]| Ok::<_, Error>(());
-        let model = Model::new(backend, block_alone(config)?, length, zeros)?;
+        let model = Model::new(backend, ElementType::F32, block_alone(config)?, length, zeros)?;
         let activations = Activations::new(&model, pass_alone(batch, length))?;
         let router = model.layers.blocks[0].attention.router.clone();
         Ok(BlockPass { model, activations, router })
@@ -155,7 +150,7 @@ impl<B: Backend> BlockPass<B> {
     pub fn project(&mut self, x: &[f32]) -> Result<Vec<f32>> {
         let (cx, block, stream, buffers) = self.parts();
         let (shape, BlockBuffers { saved, recomputable, scratch }) = (cx.tokens.shape, buffers);
-        cx.backend.upload(x, B::whole_mut(&mut stream[0]))?;
+        stream[0].whole_mut().fill_from_f32(cx.backend, x)?;
         let norm = &mut recomputable.attention_norm;
         let normed = block.attention_norm.forward(&cx, &stream[0], norm)?;
         block.attention.project(&cx, normed, &mut saved.attention, &mut scratch.gathered)?;
@@ -173,8 +168,8 @@ impl<B: Backend> BlockPass<B> {
         let Some((router, routing)) = router.zip(attention.routing.as_mut()) else {
             return Ok(vec![1; shape.tokens() * shape.heads]);
         };
-        let x = B::whole(&recomputable.attention_norm.y);
-        let qkv = B::whole_mut(&mut attention.qkv);
+        let x = recomputable.attention_norm.y.whole();
+        let qkv = attention.qkv.whole_mut();
         router.forward(&cx, x, qkv, false, routing, &mut attention.logits)?;
         let mut selected = vec![0u8; shape.tokens() * routing.columns()];
         cx.backend.download(routing.selected(), &mut selected)?;
@@ -219,7 +214,7 @@ impl<B: Backend> BlockPass<B> {
         };
         let (cx, _, _, BlockBuffers { saved, recomputable, .. }) = self.parts();
         let (shape, logits) = (cx.tokens.shape, &mut saved.attention.logits);
-        linear.forward(&cx, B::whole(&recomputable.attention_norm.y), None, logits)?;
+        linear.forward(&cx, recomputable.attention_norm.y.whole(), None, logits)?;
         let host = download(cx.backend, logits, shape.tokens() * linear.outputs)?;
         // The logits of two stages come after the logits of the heads.
         Ok(columns(&host, linear.outputs, 0..shape.heads))
@@ -231,12 +226,10 @@ impl<B: Backend> BlockPass<B> {
         let attention = Attention { router: None, ..block.attention.clone() };
         let (saved, rotated) = (&mut saved.attention, &mut recomputable.rotated);
         let mut buffers = AttentionBuffers { saved, rotated, cache: None };
-        let x = B::whole(&recomputable.attention_norm.y);
+        let x = recomputable.attention_norm.y.whole();
         attention.rotation.forward(&cx, None, x, &mut buffers)?;
         let attended = attention.attend(&cx, buffers)?;
-        let mut host = vec![0f32; cx.num_tokens() * attention.output.inputs];
-        cx.backend.download(attended, &mut host)?;
-        Ok(host)
+        Ok(attended.to_f32(cx.backend)?)
     }
 
     /// Computes the rest of the block on the residual stream `x`, `[N, C]`. The heads' outputs `attended`, `[N, H D]`,
@@ -244,8 +237,8 @@ impl<B: Backend> BlockPass<B> {
     pub fn after_attention(&mut self, x: &[f32], attended: &[f32]) -> Result<BlockOutput> {
         let (cx, block, stream, BlockBuffers { saved, recomputable, scratch }) = self.parts();
         let SavedBlock { attention, h, gate_up } = saved;
-        cx.backend.upload(x, B::whole_mut(&mut stream[0]))?;
-        cx.backend.upload(attended, B::view_mut(&mut attention.attended, 0..attended.len()))?;
+        stream[0].whole_mut().fill_from_f32(cx.backend, x)?;
+        attention.attended.view_mut(0..attended.len()).fill_from_f32(cx.backend, attended)?;
         let (input, output) = stream.split_at_mut(1);
         let sum = ResidualSum { x: &input[0], y: &mut *h };
         block.attention.project_output(&cx, attention, &mut scratch.gathered, sum)?;
@@ -271,7 +264,7 @@ impl<B: Backend> BlockPass<B> {
     pub fn forward(&mut self, x: &[f32], moh: Option<MohConfig>) -> Result<BlockOutput> {
         self.set_attention(moh)?;
         let (cx, block, stream, BlockBuffers { saved, recomputable, scratch }) = self.parts();
-        cx.backend.upload(x, B::whole_mut(&mut stream[0]))?;
+        stream[0].whole_mut().fill_from_f32(cx.backend, x)?;
         let (input, output) = stream.split_at_mut(1);
         let buffers = BlockBuffers { saved: &mut *saved, recomputable, scratch };
         block.forward(&cx, &input[0], buffers, None, &mut output[0])?;
@@ -284,8 +277,8 @@ impl<B: Backend> BlockPass<B> {
 
 /// The embedding, the final norm and the head of a model alone, of f32 weights.
 pub struct EndsPass<B: Backend> {
-    model: Model<B, f32>,
-    activations: Activations<B, f32>,
+    model: Model<B>,
+    activations: Activations<B>,
     sums: StepSums<B>,
 }
 
@@ -300,7 +293,7 @@ impl<B: Backend> EndsPass<B> {
         mut source: impl FnMut(&str, &mut [f32]) -> Result<(), E>,
     ) -> Result<Self, E> {
         let source = |segment: &Segment, values: &mut [f32]| source(&segment.name, values);
-        let model = Model::new(backend, ends_alone(config), length, source)?;
+        let model = Model::new(backend, ElementType::F32, ends_alone(config), length, source)?;
         let activations = Activations::new(&model, pass_alone(batch, length))?;
         let sums = StepSums::new(&model.backend)?;
         Ok(EndsPass { model, activations, sums })
@@ -320,7 +313,7 @@ impl<B: Backend> EndsPass<B> {
         let EndsPass { model, activations, sums } = self;
         activations.upload(&model.backend, &vec![0; targets.len()], targets, &[])?;
         let Activations { shape, passes, head, .. } = &mut *activations;
-        model.backend.upload(x, B::whole_mut(&mut passes[0].stream[0]))?;
+        passes[0].stream[0].whole_mut().fill_from_f32(&model.backend, x)?;
         let cx = model.context(Tokens::whole(*shape));
         model.layers.final_norm.forward(&cx, &passes[0].stream[0], &mut head.normed)?;
         model.evaluate_head(activations, sums)?;
@@ -346,12 +339,10 @@ fn columns(table: &[f32], row: usize, range: Range<usize>) -> Vec<f32> {
     table.chunks_exact(row).flat_map(|row| &row[range.clone()]).copied().collect()
 }
 
-fn download<M: Memory>(memory: &M, from: &M::Buffer<f32>, len: usize) -> Result<Vec<f32>> {
-    let mut host = vec![0f32; len];
-    memory.download(M::view(from, 0..len), &mut host)?;
-    Ok(host)
+fn download<M: Memory>(memory: &M, from: &AnyBuffer<M>, len: usize) -> Result<Vec<f32>> {
+    Ok(from.view(0..len).to_f32(memory)?)
 }
 
-fn download_all<M: Memory>(memory: &M, from: &M::Buffer<f32>) -> Result<Vec<f32>> {
-    download(memory, from, M::len(from))
+fn download_all<M: Memory>(memory: &M, from: &AnyBuffer<M>) -> Result<Vec<f32>> {
+    download(memory, from, from.len())
 }

@@ -1,6 +1,6 @@
 //! Reads back a forward pass's activations, to find where values grow: magnitudes of the residual stream, and routings.
 
-use moh_kernels::{Backend, Element};
+use moh_kernels::{AnyBuffer, Backend};
 
 use crate::activations::{Activations, PassActivations, PassSlot, Recompute};
 use crate::router::RoutingStatistics;
@@ -44,7 +44,7 @@ pub struct BlockMagnitudes {
     pub mlp: Magnitude,
 }
 
-impl<B: Backend, T: Element> Model<B, T> {
+impl<B: Backend> Model<B> {
     /// Adds the residual stream of the last forward pass to `blocks`, which has an entry for each
     /// layer of the pass.
     ///
@@ -52,16 +52,13 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Fails for activations that recompute whole blocks: only the last block's activations exist then.
     pub fn add_magnitudes(
         &self,
-        activations: &Activations<B, T>,
+        activations: &Activations<B>,
         slot: PassSlot,
         blocks: &mut [BlockMagnitudes],
     ) -> Result<()> {
         let pass = saved(activations, slot)?;
-        let mut host = Vec::new();
-        let mut add = |buffer: &B::Buffer<T>, magnitude: &mut Magnitude| {
-            host.resize(B::len(buffer), T::from_f32(0.0));
-            self.backend().download(B::whole(buffer), &mut host)?;
-            magnitude.add(host.iter().map(|value| value.to_f32()));
+        let add = |buffer: &AnyBuffer<B>, magnitude: &mut Magnitude| {
+            magnitude.add(buffer.whole().to_f32(self.backend())?);
             Ok::<_, Error>(())
         };
         let outputs = pass.stream.iter().skip(1);
@@ -75,7 +72,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Adds the routings of the last forward pass of all layers to `statistics`.
     pub fn add_routings(
         &self,
-        activations: &Activations<B, T>,
+        activations: &Activations<B>,
         slot: PassSlot,
         statistics: &mut RoutingStatistics,
     ) -> Result<()> {
@@ -91,10 +88,7 @@ impl<B: Backend, T: Element> Model<B, T> {
 }
 
 /// Returns the activations of all blocks of a pass; fails if the blocks share them.
-fn saved<B: Backend, T: Element>(
-    activations: &Activations<B, T>,
-    slot: PassSlot,
-) -> Result<&PassActivations<B, T>> {
+fn saved<B: Backend>(activations: &Activations<B>, slot: PassSlot) -> Result<&PassActivations<B>> {
     match activations.recompute {
         Recompute::Block => {
             Err(Error::invalid("activations that recompute whole blocks do not keep each block's"))

@@ -6,24 +6,22 @@
 
 use std::hint::black_box;
 
-use half::bf16;
-use moh_kernels::{Cpu, Element};
+use moh_kernels::Cpu;
 
 use crate::{BatchGenerator, BlockPass, Generator, Model};
 
 #[used]
-static INSTANCES: [fn(); 3] =
-    [instantiate::<f32, f32>, instantiate::<bf16, f32>, instantiate::<bf16, bf16>];
+static INSTANCES: fn() = instantiate;
 
-fn instantiate<T: Element, G: Element>() {
+fn instantiate() {
     black_box([
-        Model::<Cpu, T>::run as *const (),
-        Model::<Cpu, T>::evaluate as *const (),
-        Model::<Cpu, T>::forward_backward::<G> as *const (),
-        BatchGenerator::<Cpu, T>::new as *const (),
-        BatchGenerator::<Cpu, T>::pass_choosing as *const (),
-        Generator::<Cpu, T>::extend as *const (),
-        Generator::<Cpu, T>::next_token as *const (),
+        Model::<Cpu>::run as *const (),
+        Model::<Cpu>::evaluate as *const (),
+        Model::<Cpu>::forward_backward as *const (),
+        BatchGenerator::<Cpu>::new as *const (),
+        BatchGenerator::<Cpu>::pass_choosing as *const (),
+        Generator::<Cpu>::extend as *const (),
+        Generator::<Cpu>::next_token as *const (),
         BlockPass::<Cpu>::forward as *const (),
     ]);
 }

@@ -34,7 +34,7 @@
 //!         routed_top_k: HeadCounts::All(1),
 //!     }),
 //! };
-//! let mut model = Model::<Cpu, f32>::new::<Error>(Cpu, config, 16, |tensor, values| {
+//! let mut model = Model::new::<Error>(Cpu, ElementType::F32, config, 16, |tensor, values| {
 //!     initial::initialize(1, 0.02, &tensor.name, &tensor.shape(), values);
 //!     Ok(())
 //! })?;

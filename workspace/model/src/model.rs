@@ -1,7 +1,7 @@
 //! A model on a device, or a rank's part of it: its weights in flat buffers, and the results of its passes.
 
 use moh_kernels::router::Routing;
-use moh_kernels::{Backend, Element, Memory, Purpose};
+use moh_kernels::{AnyBuffer, Backend, ElementType, Memory, Purpose};
 
 use crate::architecture::Layers;
 use crate::layers::{Context, RopeTables, RouterLayer, Tokens};
@@ -11,35 +11,37 @@ use crate::{
     PassRole, PassShape, PassSizes, Result, Segment, Teacher,
 };
 
-/// A Llama or Qwen3 model, dense or Mixture-of-Head, with weights of type `T` on a device: the
-/// whole model, or a rank's part of it.
-pub struct Model<B: Backend, T: Element> {
+/// A Llama or Qwen3 model, dense or Mixture-of-Head, on a device: the whole model, or a rank's part of it.
+pub struct Model<B: Backend> {
     pub(crate) backend: B,
+    /// The type of activations.
+    element: ElementType,
     pub(crate) config: ModelConfig,
     pub(crate) layout: ModelLayout,
     pub(crate) parallel: ModelParallel,
-    pub(crate) weights: FlatBuffers<B, T>,
+    pub(crate) weights: FlatBuffers<B>,
     pub(crate) layers: Layers,
     pub(crate) rope: RopeTables<B>,
     /// See [`Model::set_teacher`].
-    pub(crate) teacher: Option<Box<Teacher<B, T>>>,
+    pub(crate) teacher: Option<Box<Teacher<B>>>,
 }
 
 /// The buffers of a model or of a part of it: its weights, and the tables of rotary position embedding.
-pub struct ModelBuffers<M: Memory, T: Element> {
-    pub(crate) weights: FlatBuffers<M, T>,
+pub struct ModelBuffers<M: Memory> {
+    pub(crate) weights: FlatBuffers<M>,
     pub(crate) rope: RopeTables<M>,
 }
 
-impl<M: Memory, T: Element> ModelBuffers<M, T> {
+impl<M: Memory> ModelBuffers<M> {
     /// Allocates zeros, for positions below `positions`.
     pub fn zeros(
         memory: &M,
+        element: ElementType,
         config: &ModelConfig,
         layout: &ModelLayout,
         positions: usize,
     ) -> Result<Self> {
-        let weights = || FlatBuffers::zeros(memory, layout);
+        let weights = || FlatBuffers::zeros(memory, element, layout);
         Ok(ModelBuffers {
             weights: memory.for_purpose(Purpose::Weights, weights)?,
             rope: RopeTables::zeros(memory, config.head_dim, positions)?,
@@ -59,30 +61,32 @@ pub struct LossConfig {
     pub straight_through: bool,
 }
 
-impl<B: Backend, T: Element> Model<B, T> {
-    /// Creates a model for positions below `positions`; `source` writes the weights, tensor by
-    /// tensor.
+impl<B: Backend> Model<B> {
+    /// Creates a model with weights and activations of type `element`, for positions below `positions`; `source` writes
+    /// the weights, tensor by tensor.
     pub fn new<E: From<Error>>(
         backend: B,
+        element: ElementType,
         config: ModelConfig,
         positions: usize,
         source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
     ) -> Result<Self, E> {
         let parallel = ModelParallel::whole(&config);
-        Self::of_part(backend, config, positions, parallel, 1, source)
+        Self::of_part(backend, element, config, positions, parallel, 1, source)
     }
 
     /// Creates one rank's part of a model; `ranks` ranks can shard the optimiser state of its
     /// buffers ([`ModelLayout::of_part`]).
     pub fn of_part<E: From<Error>>(
         backend: B,
+        element: ElementType,
         config: ModelConfig,
         positions: usize,
         parallel: ModelParallel,
         ranks: usize,
         source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
     ) -> Result<Self, E> {
-        let mut model = Self::zeros_of_part(backend, config, positions, parallel, ranks)?;
+        let mut model = Self::zeros_of_part(backend, element, config, positions, parallel, ranks)?;
         model.weights.fill(&model.backend, &model.layout, source)?;
         Ok(model)
     }
@@ -90,6 +94,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Creates one rank's part of a model as [`Self::of_part`] does, with weights of zeros.
     pub fn zeros_of_part(
         backend: B,
+        element: ElementType,
         config: ModelConfig,
         positions: usize,
         parallel: ModelParallel,
@@ -101,15 +106,30 @@ impl<B: Backend, T: Element> Model<B, T> {
         if let Some(moh) = &config.moh {
             config.check_moh(moh)?;
         }
-        let buffers = ModelBuffers::zeros(&backend, &config, &layout, positions)?;
+        let buffers = ModelBuffers::zeros(&backend, element, &config, &layout, positions)?;
         let ModelBuffers { weights, mut rope } = buffers;
         rope.fill(&backend, &config.rope, config.head_dim)?;
-        Ok(Model { backend, config, layout, parallel, weights, layers, rope, teacher: None })
+        Ok(Model {
+            backend,
+            element,
+            config,
+            layout,
+            parallel,
+            weights,
+            layers,
+            rope,
+            teacher: None,
+        })
     }
 
     /// Returns the device.
     pub fn backend(&self) -> &B {
         &self.backend
+    }
+
+    /// Returns the type of weights and activations.
+    pub fn element(&self) -> ElementType {
+        self.element
     }
 
     /// Returns this rank's part of the model, and the ranks with the other parts.
@@ -159,14 +179,15 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// Returns the weights.
-    pub fn weights(&self) -> &FlatBuffers<B, T> {
+    pub fn weights(&self) -> &FlatBuffers<B> {
         &self.weights
     }
 
     /// Returns the context of the layers of a pass over `tokens`.
-    pub(crate) fn context<'a>(&'a self, tokens: Tokens<'a, B>) -> Context<'a, B, T> {
+    pub(crate) fn context<'a>(&'a self, tokens: Tokens<'a, B>) -> Context<'a, B> {
         Context {
             backend: &self.backend,
+            element: self.element,
             weights: &self.weights,
             parallel: &self.parallel,
             rope: &self.rope,
@@ -176,7 +197,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// Returns the weights, for updates.
-    pub fn weights_mut(&mut self) -> &mut FlatBuffers<B, T> {
+    pub fn weights_mut(&mut self) -> &mut FlatBuffers<B> {
         &mut self.weights
     }
 
@@ -209,39 +230,34 @@ impl<B: Backend, T: Element> Model<B, T> {
         let shape = |router: &RouterLayer| router.spec.routing_shape(pass.tokens(), heads);
         let routing = router::largest(self.layer_routers().map(|(_, router)| shape(router)))?;
         let (role, tensors) = (PassRole::Alone, self.layout.segments().count());
-        Ok(PassSizes { config, part, pass, role, routing, tensors })
+        let element = self.element();
+        Ok(PassSizes { config, part, pass, element, role, routing, tensors })
     }
 
     /// Returns the logits of the last forward pass, `[N, V]`.
-    pub fn logits(&self, activations: &Activations<B, T>) -> Result<Vec<f32>> {
+    pub fn logits(&self, activations: &Activations<B>) -> Result<Vec<f32>> {
         if !self.is_whole() {
             return Err(Error::divided());
         }
         let elements = activations.shape.tokens() * self.config.vocab_size;
-        let mut logits = self.backend.allocate::<T>(elements)?;
+        let mut logits = AnyBuffer::zeros(&self.backend, self.element(), elements)?;
         let cx = self.context(Tokens::whole(activations.shape));
-        let normed = B::whole(&activations.head.normed.y);
+        let normed = activations.head.normed.y.whole();
         self.layers.head.linear.forward(&cx, normed, None, &mut logits)?;
-        self.to_host(B::whole(&logits), elements)
-    }
-
-    pub(crate) fn to_host(&self, view: B::View<'_, T>, elements: usize) -> Result<Vec<f32>> {
-        let mut host = vec![T::from_f32(0.0); elements];
-        self.backend.download(view, &mut host)?;
-        Ok(host.iter().map(|value| value.to_f32()).collect())
+        Ok(logits.whole().to_f32(&self.backend)?)
     }
 
     /// Returns the routed heads that each token selected in the last forward pass: `[N, R]` for each layer, with R the
     /// routed heads in ascending order; empty for a dense layer. Activations that recompute blocks do not have every
     /// block's routing.
-    pub fn routed_mask(&self, activations: &Activations<B, T>) -> Result<Vec<Vec<u8>>> {
+    pub fn routed_mask(&self, activations: &Activations<B>) -> Result<Vec<Vec<u8>>> {
         self.of_routings(activations, |routing, mask| {
             self.backend.download(routing.selected(), mask)
         })
     }
 
     /// Returns the gates of the last forward pass, `[N, R]` for each layer as in [`Model::routed_mask`].
-    pub fn gates(&self, activations: &Activations<B, T>) -> Result<Vec<Vec<f32>>> {
+    pub fn gates(&self, activations: &Activations<B>) -> Result<Vec<Vec<f32>>> {
         self.of_routings(activations, |routing, gates| {
             self.backend.download(routing.gates(), gates)
         })
@@ -250,7 +266,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Returns a table `[N, R]` for each block with a saved routing.
     fn of_routings<S: Copy + Default>(
         &self,
-        activations: &Activations<B, T>,
+        activations: &Activations<B>,
         read: impl Fn(&Routing<B>, &mut [S]) -> moh_kernels::Result<()>,
     ) -> Result<Vec<Vec<S>>> {
         let table = |routing: Option<&Routing<B>>| {

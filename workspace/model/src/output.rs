@@ -1,6 +1,6 @@
 //! A model's output for whole sequences: logits, and the heads that each token used.
 
-use moh_kernels::{Backend, Element};
+use moh_kernels::Backend;
 
 use crate::{Activations, Error, LayerHeads, Model, PassShape, Recompute, Result, StepSums};
 
@@ -39,7 +39,7 @@ impl ModelOutput {
     }
 }
 
-impl<B: Backend, T: Element> Model<B, T> {
+impl<B: Backend> Model<B> {
     /// Runs the model on sequences of token ids of equal length. Each call allocates its buffers; a
     /// [`crate::Generator`] keeps its buffers, and the keys and values of its tokens.
     ///

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use moh_comm::Group;
-use moh_kernels::{Accumulation, Element, Memory, Scalar, View, ViewMut};
+use moh_kernels::{Accumulation, AnyBuffer, AnyView, AnyViewMut, ElementType, Memory};
 
 use crate::slice::SliceRun;
 use crate::{Error, ModelLayout, Result, Segment};
@@ -75,89 +75,107 @@ fn taken(flat: usize) -> ! {
 
 /// One device buffer for each [`crate::layout::FlatLayout`] of a model, or a shard of each buffer. Methods panic for a
 /// buffer that is taken out for a collective.
-pub struct FlatBuffers<B: Memory, S: Scalar> {
+pub struct FlatBuffers<B: Memory> {
     /// `None` while a buffer is taken out.
-    buffers: Vec<Option<B::Buffer<S>>>,
+    buffers: Vec<Option<AnyBuffer<B>>>,
     /// Buffers that the next gradient overwrites ([`FlatBuffers::mark_stale`]).
     stale: Vec<bool>,
     shard: Shard,
 }
 
 /// A callback that receives all buffers and the index of one buffer.
-pub type OnBuffer<'a, B, S> = &'a mut dyn FnMut(&mut FlatBuffers<B, S>, usize) -> Result<()>;
+pub type OnBuffer<'a, B> = &'a mut dyn FnMut(&mut FlatBuffers<B>, usize) -> Result<()>;
 
-impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
+impl<B: Memory> FlatBuffers<B> {
     /// Allocates whole buffers of zeros.
-    pub fn zeros(backend: &B, layout: &ModelLayout) -> Result<Self> {
-        Self::zeros_of(backend, layout, Shard::WHOLE)
+    pub fn zeros(backend: &B, element: ElementType, layout: &ModelLayout) -> Result<Self> {
+        Self::zeros_of(backend, element, layout, Shard::WHOLE)
     }
 
     /// Allocates a shard of zeros of each buffer.
-    pub fn zeros_of(backend: &B, layout: &ModelLayout, shard: Shard) -> Result<Self> {
+    pub fn zeros_of(
+        backend: &B,
+        element: ElementType,
+        layout: &ModelLayout,
+        shard: Shard,
+    ) -> Result<Self> {
+        Self::allocated(layout, shard, |len| Ok(AnyBuffer::zeros(backend, element, len)?))
+    }
+
+    /// Allocates a shard of the remainders of bf16 weights, all zero.
+    pub fn remainders(backend: &B, layout: &ModelLayout, shard: Shard) -> Result<Self> {
+        Self::allocated(layout, shard, |len| Ok(AnyBuffer::I16(backend.allocate(len)?)))
+    }
+
+    fn allocated(
+        layout: &ModelLayout,
+        shard: Shard,
+        allocate: impl Fn(usize) -> Result<AnyBuffer<B>>,
+    ) -> Result<Self> {
         let buffers = (layout.flats.iter())
-            .map(|flat| Ok(Some(backend.allocate(shard.range(flat.len).len())?)))
+            .map(|flat| allocate(shard.range(flat.len).len()).map(Some))
             .collect::<Result<Vec<_>>>()?;
         Ok(FlatBuffers { stale: vec![false; buffers.len()], buffers, shard })
     }
 
     /// Returns a range of one buffer, within the local shard.
-    pub fn view(&self, flat: usize, range: Range<usize>) -> View<'_, B, S> {
+    pub fn view(&self, flat: usize, range: Range<usize>) -> AnyView<'_, B> {
         let start = self.local_range(flat).start;
-        B::view(self.flat(flat), range.start - start..range.end - start)
+        self.flat(flat).view(range.start - start..range.end - start)
     }
 
     /// Returns a mutable range of one buffer, within the local shard.
-    pub fn view_mut(&mut self, flat: usize, range: Range<usize>) -> ViewMut<'_, B, S> {
+    pub fn view_mut(&mut self, flat: usize, range: Range<usize>) -> AnyViewMut<'_, B> {
         let start = self.local_range(flat).start;
-        B::view_mut(self.flat_mut(flat), range.start - start..range.end - start)
+        self.flat_mut(flat).view_mut(range.start - start..range.end - start)
     }
 
     /// Returns the parameters of a layer.
-    pub fn get(&self, parameters: &ParameterRange) -> View<'_, B, S> {
+    pub fn get(&self, parameters: &ParameterRange) -> AnyView<'_, B> {
         self.view(parameters.buffer, parameters.range.clone())
     }
 
     /// Returns the mutable parameters of a layer.
-    pub fn get_mut(&mut self, parameters: &ParameterRange) -> ViewMut<'_, B, S> {
+    pub fn get_mut(&mut self, parameters: &ParameterRange) -> AnyViewMut<'_, B> {
         self.view_mut(parameters.buffer, parameters.range.clone())
     }
 
     /// Returns the range of a flat buffer that the local shard covers.
     pub fn local_range(&self, flat: usize) -> Range<usize> {
-        self.shard.range(B::len(self.flat(flat)) * self.shard.size)
+        self.shard.range(self.flat(flat).len() * self.shard.size)
     }
 
     /// Returns one buffer, or its local shard.
-    pub fn flat(&self, flat: usize) -> &B::Buffer<S> {
+    pub fn flat(&self, flat: usize) -> &AnyBuffer<B> {
         self.buffers[flat].as_ref().unwrap_or_else(|| taken(flat))
     }
 
     /// Returns one mutable buffer, or its local shard.
-    pub fn flat_mut(&mut self, flat: usize) -> &mut B::Buffer<S> {
+    pub fn flat_mut(&mut self, flat: usize) -> &mut AnyBuffer<B> {
         self.buffers[flat].as_mut().unwrap_or_else(|| taken(flat))
     }
 
     /// Takes a buffer out, for a collective.
-    pub fn take(&mut self, flat: usize) -> B::Buffer<S> {
+    pub fn take(&mut self, flat: usize) -> AnyBuffer<B> {
         self.buffers[flat].take().unwrap_or_else(|| taken(flat))
     }
 
     /// Puts back a buffer that was taken out.
-    pub fn put(&mut self, flat: usize, buffer: B::Buffer<S>) {
+    pub fn put(&mut self, flat: usize, buffer: AnyBuffer<B>) {
         self.buffers[flat] = Some(buffer);
     }
 
     /// Fills the elements of `shard` of every tensor, within the local shard. `source` writes a range of the elements
-    /// of a tensor's local slice, and `number` converts each element to the element type.
+    /// of a tensor's local slice. Each is rounded to the type of the buffer; remainders get what its rounding to bf16
+    /// removes.
     pub fn fill_shard<E: From<Error>>(
         &mut self,
         backend: &B,
         layout: &ModelLayout,
         shard: Shard,
-        number: impl Fn(f32) -> S,
         mut source: impl FnMut((usize, &Segment), Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let (mut values, mut elements) = (Vec::new(), Vec::new());
+        let mut values = Vec::new();
         for (flat, segment) in layout.segments() {
             let part = overlap(&segment.range, &shard.range(layout.flats[flat].len));
             if part.is_empty() {
@@ -169,11 +187,9 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
             let local = part.start - start..part.end - start;
             source((flat, segment), local, &mut values)?;
             for (index, values) in values.chunks(UPLOAD).enumerate() {
-                elements.clear();
-                elements.extend(values.iter().map(|&value| number(value)));
                 let start = part.start + index * UPLOAD;
                 let place = self.view_mut(flat, start..start + values.len());
-                backend.upload(&elements, place).map_err(Error::from)?;
+                place.fill_from_f32(backend, values).map_err(Error::from)?;
             }
         }
         Ok(())
@@ -182,7 +198,7 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     /// Sets all elements to zero.
     pub fn zero(&mut self, backend: &B) -> Result<()> {
         (0..self.buffers.len())
-            .try_for_each(|flat| Ok(backend.zero(B::whole_mut(self.flat_mut(flat)))?))
+            .try_for_each(|flat| Ok(self.flat_mut(flat).whole_mut().zero(backend)?))
     }
 
     /// Marks all buffers as stale at the start of a step: the next gradient overwrites them, which saves a pass over
@@ -204,7 +220,7 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     /// Zeroes a stale buffer and marks it as written, before gradients of only some of its tensors are added.
     pub fn clear(&mut self, backend: &B, flat: usize) -> Result<()> {
         if self.stale[flat] {
-            backend.zero(B::whole_mut(self.flat_mut(flat)))?;
+            self.flat_mut(flat).whole_mut().zero(backend)?;
             self.mark_written(flat);
         }
         Ok(())
@@ -213,14 +229,12 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     /// Zeroes a range of a stale buffer, for operators that can only accumulate.
     pub fn clear_stale(&mut self, backend: &B, parameters: &ParameterRange) -> Result<()> {
         match self.accumulation(parameters.buffer) {
-            Accumulation::Overwrite => Ok(backend.zero(self.get_mut(parameters))?),
+            Accumulation::Overwrite => Ok(self.get_mut(parameters).zero(backend)?),
             Accumulation::Add => Ok(()),
         }
     }
-}
 
-impl<B: Memory, T: Element> FlatBuffers<B, T> {
-    /// Fills the local slice of every tensor with values of `source`, rounded to `T`. `source` writes the values of the
+    /// Fills the local slice of every tensor with values of `source`, rounded to its type. `source` writes the values of the
     /// whole tensor; it is not called for tensors without a local slice.
     pub fn fill<E: From<Error>>(
         &mut self,
@@ -242,7 +256,7 @@ impl<B: Memory, T: Element> FlatBuffers<B, T> {
             }
             Ok(())
         };
-        self.fill_shard(backend, layout, self.shard, T::from_f32, fill)
+        self.fill_shard(backend, layout, self.shard, fill)
     }
 
     /// Copies the local slice of a tensor to the host as f32.
@@ -252,9 +266,7 @@ impl<B: Memory, T: Element> FlatBuffers<B, T> {
 
     /// Copies a range of a buffer, within the local shard, to the host as f32.
     pub fn read_range(&self, backend: &B, flat: usize, range: Range<usize>) -> Result<Vec<f32>> {
-        let mut stored = vec![T::from_f32(0.0); range.len()];
-        backend.download(self.view(flat, range), &mut stored)?;
-        Ok(stored.iter().map(|value| value.to_f32()).collect())
+        Ok(self.view(flat, range).to_f32(backend)?)
     }
 }
 

@@ -4,7 +4,7 @@
 use moh_kernels::attention::AttentionShape;
 use moh_kernels::cross_entropy::HeadShape;
 use moh_kernels::router::RoutingShape;
-use moh_kernels::{Element, QkvShape, WorkingSet};
+use moh_kernels::{AnyBuffer, ElementType, Memory, QkvShape, WorkingSet};
 
 use crate::model_parallel::{ModelPart, TensorShare, TokenShare};
 use crate::{ModelConfig, ModelLayout, PassShape, Result, router};
@@ -27,6 +27,8 @@ pub struct PassSizes<'a> {
     pub(crate) config: &'a ModelConfig,
     pub(crate) part: &'a ModelPart,
     pub(crate) pass: PassShape,
+    /// The type of weights and activations.
+    pub(crate) element: ElementType,
     pub(crate) role: PassRole,
     /// Sizes of a routing that fits every layer; `None` if all layers are dense.
     pub(crate) routing: Option<RoutingShape>,
@@ -34,17 +36,19 @@ pub struct PassSizes<'a> {
 }
 
 impl<'a> PassSizes<'a> {
-    /// Returns the sizes for the part with the tensors of `layout`, of the model that `config` describes.
+    /// Returns the sizes for the part with the tensors of `layout`, of the model that `config` describes, with weights
+    /// and activations of type `element`.
     pub fn new(
         config: &'a ModelConfig,
         layout: &ModelLayout,
         part: &'a ModelPart,
         pass: PassShape,
+        element: ElementType,
     ) -> Result<Self> {
         let heads = part.tensor.heads(config);
         let routing = router::routing_shape_of(config, pass.tokens(), heads)?;
         let (role, tensors) = (PassRole::Alone, layout.segments().count());
-        Ok(PassSizes { config, part, pass, role, routing, tensors })
+        Ok(PassSizes { config, part, pass, element, role, routing, tensors })
     }
 
     /// Returns the same passes in another role.
@@ -59,10 +63,14 @@ impl<'a> PassSizes<'a> {
         PassSizes { pass, role, routing, ..self }
     }
 
-    /// Returns the bytes of a message to another stage: the local residual stream or its gradient, with elements of
-    /// type `T`.
-    pub fn message_bytes<T: Element>(&self) -> usize {
-        self.stream() * size_of::<T>()
+    /// Returns the bytes of a message to another stage: the local residual stream or its gradient.
+    pub fn message_bytes(&self) -> usize {
+        self.stream() * self.element.bytes()
+    }
+
+    /// Allocates a buffer of `len` activations.
+    pub(crate) fn zeros<M: Memory>(&self, memory: &M, len: usize) -> Result<AnyBuffer<M>> {
+        Ok(AnyBuffer::zeros(memory, self.element, len)?)
     }
 
     pub(crate) fn share(&self) -> TensorShare {

@@ -1,7 +1,7 @@
 //! Forward and backward passes over micro-batches, of a whole model or of one pipeline stage.
 
 use moh_comm::Reduce;
-use moh_kernels::{Backend, Element, span};
+use moh_kernels::{Backend, for_element, span};
 
 use crate::activations::{Activations, MicroBatch, PassActivations, PassSlot, Recompute};
 use crate::layers::{BackwardContext, HeadBuffers, HeadPass, Scratch, Tokens};
@@ -17,19 +17,19 @@ const FORWARD: u32 = 3;
 const BACKWARD: u32 = 4;
 
 /// The buffers of a forward pass through a chunk.
-pub(crate) struct ForwardBuffers<'a, B: Backend, T: Element> {
+pub(crate) struct ForwardBuffers<'a, B: Backend> {
     pub ids: &'a B::Buffer<u32>,
     pub tokens: Tokens<'a, B>,
-    pub pass: &'a mut PassActivations<B, T>,
-    pub scratch: &'a mut Scratch<B, T>,
-    pub head: &'a mut HeadBuffers<B, T>,
+    pub pass: &'a mut PassActivations<B>,
+    pub scratch: &'a mut Scratch<B>,
+    pub head: &'a mut HeadBuffers<B>,
 }
 
 /// The statistics that record the routings of a micro-batch's first tokens, and the number of these tokens. They record
 /// this rank's layers, on tensor rank 0 only.
 pub type OnRouting<'a> = Option<(&'a mut RoutingStatistics, usize)>;
 
-impl<B: Backend, T: Element> Model<B, T> {
+impl<B: Backend> Model<B> {
     /// Computes the forward pass of one micro-batch up to the final norm, through all chunks of this rank's part. Adds
     /// the auxiliary losses to `sums`.
     ///
@@ -37,7 +37,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Fails for a token id outside the vocabulary, and if the device or another rank fails.
     pub fn forward(
         &mut self,
-        activations: &mut Activations<B, T>,
+        activations: &mut Activations<B>,
         sums: &mut StepSums<B>,
     ) -> Result<()> {
         self.forward_routed(activations, sums, None)
@@ -45,13 +45,13 @@ impl<B: Backend, T: Element> Model<B, T> {
 
     fn forward_routed(
         &mut self,
-        activations: &mut Activations<B, T>,
+        activations: &mut Activations<B>,
         sums: &mut StepSums<B>,
         mut routed: OnRouting<'_>,
     ) -> Result<()> {
         (0..self.parallel.part().chunks.len()).try_for_each(|chunk| {
             let slot = PassSlot { chunk, ..PassSlot::default() };
-            let ready: OnBuffer<'_, B, T> = &mut |_, _| Ok(());
+            let ready: OnBuffer<'_, B> = &mut |_, _| Ok(());
             if activations.role == PassRole::Student {
                 self.teach_chunk(activations, slot)?;
             }
@@ -65,10 +65,10 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// weights before it uses each of their buffers; `before_use` may wait for the buffer.
     pub fn forward_chunk(
         &mut self,
-        activations: &mut Activations<B, T>,
+        activations: &mut Activations<B>,
         slot: PassSlot,
         sums: &mut StepSums<B>,
-        before_use: OnBuffer<'_, B, T>,
+        before_use: OnBuffer<'_, B>,
         mut routed: OnRouting<'_>,
     ) -> Result<()> {
         let Activations { shape, micro_batches, passes, scratch, head, .. } = activations;
@@ -99,10 +99,10 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Computes the forward pass of a teacher through one chunk, without losses.
     pub(crate) fn forward_frozen(
         &mut self,
-        mut buffers: ForwardBuffers<'_, B, T>,
+        mut buffers: ForwardBuffers<'_, B>,
         chunk: usize,
     ) -> Result<()> {
-        let ready: OnBuffer<'_, B, T> = &mut |_, _| Ok(());
+        let ready: OnBuffer<'_, B> = &mut |_, _| Ok(());
         self.begin_chunk(&mut buffers, chunk, ready)?;
         for (i, layer) in self.parallel.part().chunks[chunk].clone().enumerate() {
             self.forward_block(&mut buffers, i, layer, ready)?;
@@ -113,9 +113,9 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Computes the input of a chunk: embeds the tokens, or receives the previous stage's output.
     fn begin_chunk(
         &mut self,
-        buffers: &mut ForwardBuffers<'_, B, T>,
+        buffers: &mut ForwardBuffers<'_, B>,
         chunk: usize,
-        before_use: OnBuffer<'_, B, T>,
+        before_use: OnBuffer<'_, B>,
     ) -> Result<()> {
         let input = &mut buffers.pass.stream[0];
         if self.parallel.begins_with(chunk) {
@@ -124,17 +124,19 @@ impl<B: Backend, T: Element> Model<B, T> {
             return self.layers.embedding.forward(&cx, ids, input, &mut buffers.scratch.gathered);
         }
         let parallel = &self.parallel;
-        let input = B::whole_mut(input);
-        Ok(parallel.pipeline.recv::<B, T>(input, parallel.previous(), FORWARD)?)
+        let (input, previous) = (input.whole_mut(), parallel.previous());
+        Ok(for_element!(T: input.element() => {
+            parallel.pipeline.recv::<B, T>(input.typed(), previous, FORWARD)
+        })?)
     }
 
     /// Computes block `layer`, at `index` of its chunk.
     fn forward_block(
         &mut self,
-        buffers: &mut ForwardBuffers<'_, B, T>,
+        buffers: &mut ForwardBuffers<'_, B>,
         index: usize,
         layer: usize,
-        before_use: OnBuffer<'_, B, T>,
+        before_use: OnBuffer<'_, B>,
     ) -> Result<()> {
         let _block = span::enter_numbered("block", layer as u64);
         before_use(&mut self.weights, self.layout.block_index(layer))?;
@@ -147,9 +149,9 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Norms the output of the last chunk, or sends the output to the next stage.
     fn end_chunk(
         &mut self,
-        buffers: &mut ForwardBuffers<'_, B, T>,
+        buffers: &mut ForwardBuffers<'_, B>,
         chunk: usize,
-        before_use: OnBuffer<'_, B, T>,
+        before_use: OnBuffer<'_, B>,
     ) -> Result<()> {
         let output = buffers.pass.output(self.parallel.part().chunks[chunk].len());
         if self.parallel.ends_with(chunk) {
@@ -160,14 +162,16 @@ impl<B: Backend, T: Element> Model<B, T> {
             self.layers.final_norm.forward(&cx, output, &mut buffers.head.normed)?;
             return Ok(());
         }
-        let (parallel, output) = (&self.parallel, B::whole(output));
-        Ok(parallel.pipeline.send::<B, T>(output, parallel.next(), FORWARD)?)
+        let (parallel, output) = (&self.parallel, output.whole());
+        Ok(for_element!(T: output.element() => {
+            parallel.pipeline.send::<B, T>(output.typed(), parallel.next(), FORWARD)
+        })?)
     }
 
     /// Adds the cross-entropy of the uploaded micro-batch to `sums`, on the stage with the head, without gradients.
     pub fn evaluate(
         &mut self,
-        activations: &mut Activations<B, T>,
+        activations: &mut Activations<B>,
         sums: &mut StepSums<B>,
         routed: OnRouting<'_>,
     ) -> Result<()> {
@@ -177,7 +181,7 @@ impl<B: Backend, T: Element> Model<B, T> {
 
     pub(crate) fn evaluate_head(
         &self,
-        activations: &mut Activations<B, T>,
+        activations: &mut Activations<B>,
         sums: &mut StepSums<B>,
     ) -> Result<()> {
         if !self.parallel.part().last {
@@ -192,10 +196,10 @@ impl<B: Backend, T: Element> Model<B, T> {
 
     /// Computes the forward and backward pass over the uploaded micro-batch. Adds its losses to `sums` and its
     /// gradients to `gradients`.
-    pub fn forward_backward<G: Element>(
+    pub fn forward_backward(
         &mut self,
-        activations: &mut Activations<B, T>,
-        gradients: &mut FlatBuffers<B, G>,
+        activations: &mut Activations<B>,
+        gradients: &mut FlatBuffers<B>,
         losses: LossConfig,
         sums: &mut StepSums<B>,
     ) -> Result<()> {
@@ -213,14 +217,14 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Callers pass `complete` with a step's last micro-batch: it is called with the gradients as soon as a buffer of
     /// this rank is complete. Both stages with a tied head complete their own buffer of it
     /// ([`ModelParallel::tied_head`](crate::model_parallel::ModelParallel::tied_head)).
-    pub fn backward_chunk<G: Element>(
+    pub fn backward_chunk(
         &self,
-        activations: &mut Activations<B, T>,
+        activations: &mut Activations<B>,
         slot: PassSlot,
-        gradients: &mut FlatBuffers<B, G>,
+        gradients: &mut FlatBuffers<B>,
         losses: LossConfig,
         sums: &mut StepSums<B>,
-        mut complete: Option<OnBuffer<'_, B, G>>,
+        mut complete: Option<OnBuffer<'_, B>>,
     ) -> Result<()> {
         let Activations { shape, recompute, role, micro_batches, passes, scratch, head, .. } =
             activations;
@@ -249,7 +253,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             let (buffers, scratch) = (&mut *head, &mut *scratch);
             let pass = HeadPass { targets, buffers, scratch, sums, teacher };
             let d_normed = layers.head.loss_and_backward(&mut cx, pass, losses.cross_entropy, d)?;
-            cx.backend.zero(B::whole_mut(&mut d.residual))?;
+            d.residual.whole_mut().zero(cx.backend)?;
             let norm = &layers.final_norm;
             norm.backward(&mut cx, output, &head.normed.inv_rms, d_normed, d)?;
             cx.gradients.mark_written(norm.weight.buffer);
@@ -259,8 +263,10 @@ impl<B: Backend, T: Element> Model<B, T> {
             }
             self.complete(cx.gradients, layout.final_norm_index(), &mut complete)?;
         } else {
-            let d_output = B::whole_mut(&mut d.residual);
-            parallel.backward.recv::<B, T>(d_output, parallel.next(), BACKWARD)?;
+            let (d_output, next) = (d.residual.whole_mut(), parallel.next());
+            for_element!(T: d_output.element() => {
+                parallel.backward.recv::<B, T>(d_output.typed(), next, BACKWARD)
+            })?;
         }
         for (i, layer) in parallel.part().chunks[slot.chunk].clone().enumerate().rev() {
             let (block, input, mut buffers) =
@@ -273,8 +279,10 @@ impl<B: Backend, T: Element> Model<B, T> {
             self.complete(cx.gradients, layout.block_index(layer), &mut complete)?;
         }
         if !parallel.begins_with(slot.chunk) {
-            let (d_input, previous) = (B::whole(&d.residual), parallel.previous());
-            return Ok(parallel.backward.send::<B, T>(d_input, previous, BACKWARD)?);
+            let (d_input, previous) = (d.residual.whole(), parallel.previous());
+            return Ok(for_element!(T: d_input.element() => {
+                parallel.backward.send::<B, T>(d_input.typed(), previous, BACKWARD)
+            })?);
         }
         layers.embedding.backward(&mut cx, B::whole(ids), d, &mut scratch.gathered)?;
         self.complete(cx.gradients, ModelLayout::EMBEDDING, &mut complete)
@@ -282,17 +290,18 @@ impl<B: Backend, T: Element> Model<B, T> {
 
     /// Calls `complete` for a buffer with complete gradients on this rank. Before, sums the gradients of replicated
     /// tensors over the tensor-parallel ranks.
-    fn complete<G: Element>(
+    fn complete(
         &self,
-        gradients: &mut FlatBuffers<B, G>,
+        gradients: &mut FlatBuffers<B>,
         flat: usize,
-        complete: &mut Option<OnBuffer<'_, B, G>>,
+        complete: &mut Option<OnBuffer<'_, B>>,
     ) -> Result<()> {
         let Some(complete) = complete else { return Ok(()) };
         let segments = self.layout.flats[flat].segments.iter();
         for segment in segments.filter(|segment| segment.replicated) {
             let part = gradients.view_mut(flat, segment.range.clone());
-            self.parallel.tensor().all_reduce::<B, G>(part, Reduce::Sum)?;
+            let tensor = self.parallel.tensor();
+            for_element!(G: part.element() => tensor.all_reduce::<B, G>(part.typed(), Reduce::Sum))?;
         }
         complete(gradients, flat)
     }

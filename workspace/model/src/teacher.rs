@@ -25,20 +25,20 @@ pub struct Distillation {
 }
 
 /// A frozen model with the buffers of its passes.
-pub struct Teacher<B: Backend, T: Element> {
-    model: Model<B, T>,
-    activations: Activations<B, T>,
+pub struct Teacher<B: Backend> {
+    model: Model<B>,
+    activations: Activations<B>,
     rows: usize,
     temperature: f32,
 }
 
-impl<B: Backend, T: Element> Teacher<B, T> {
+impl<B: Backend> Teacher<B> {
     /// Creates a teacher for passes of shape `pass`. The student learns the teacher's distribution over the first
     /// `rows` rows of the vocabulary: the rows that the teacher was trained on.
     ///
     /// # Errors
     /// Fails if the device is out of memory, or if `rows` is 0 or exceeds the vocabulary.
-    pub fn new(model: Model<B, T>, pass: PassShape, rows: usize, temperature: f64) -> Result<Self> {
+    pub fn new(model: Model<B>, pass: PassShape, rows: usize, temperature: f64) -> Result<Self> {
         let vocabulary = model.config().vocab_size;
         if !(1..=vocabulary).contains(&rows) {
             let reason =
@@ -50,7 +50,7 @@ impl<B: Backend, T: Element> Teacher<B, T> {
     }
 
     /// Returns the model.
-    pub fn model(&self) -> &Model<B, T> {
+    pub fn model(&self) -> &Model<B> {
         &self.model
     }
 
@@ -72,14 +72,14 @@ impl<B: Backend, T: Element> Teacher<B, T> {
     }
 
     /// Returns the head, and its input in the micro-batch of the last forward pass.
-    pub(crate) fn of_head(&self, scale: f32) -> HeadTeacher<'_, B, T> {
+    pub(crate) fn of_head<T: Element>(&self, scale: f32) -> HeadTeacher<'_, B, T> {
         let Activations { shape, scratch, head, .. } = &self.activations;
         let width = self.model.config().hidden_size;
         let input = scratch.gathered.as_ref().unwrap_or(&head.normed.y);
         HeadTeacher {
             width,
-            x: B::view(input, 0..shape.tokens() * width),
-            weight: self.model.weights.get(&self.model.layers.head.linear.weight),
+            x: input.view(0..shape.tokens() * width).typed(),
+            weight: self.model.weights.get(&self.model.layers.head.linear.weight).typed(),
             rows: self.rows,
             temperature: self.temperature,
             scale,
@@ -87,14 +87,14 @@ impl<B: Backend, T: Element> Teacher<B, T> {
     }
 }
 
-impl<B: Backend, T: Element> Model<B, T> {
+impl<B: Backend> Model<B> {
     /// Sets the teacher of the training passes that are planned in the role of a student
     /// ([`PassRole::Student`](crate::PassRole::Student)), or removes the teacher. The teacher is divided among the
     /// ranks as this model is ([`of_frozen`](crate::model_parallel::ModelParallel::of_frozen)).
     ///
     /// # Errors
     /// Fails if the vocabularies differ.
-    pub fn set_teacher(&mut self, teacher: Option<Teacher<B, T>>) -> Result<()> {
+    pub fn set_teacher(&mut self, teacher: Option<Teacher<B>>) -> Result<()> {
         let rows = self.config.vocab_size;
         if let Some(found) = teacher.as_ref().map(|teacher| teacher.model.config().vocab_size)
             && found != rows
@@ -113,7 +113,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.teacher()?.model.pass_sizes(pass)
     }
 
-    pub(crate) fn teacher(&self) -> Result<&Teacher<B, T>> {
+    pub(crate) fn teacher(&self) -> Result<&Teacher<B>> {
         self.teacher.as_deref().ok_or_else(no_teacher)
     }
 
@@ -122,7 +122,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     ///
     /// # Errors
     /// Fails where [`Model::forward_chunk`] fails, and without a teacher.
-    pub fn teach_chunk(&mut self, activations: &Activations<B, T>, slot: PassSlot) -> Result<()> {
+    pub fn teach_chunk(&mut self, activations: &Activations<B>, slot: PassSlot) -> Result<()> {
         let _span = span::enter("teacher");
         let teacher = self.teacher.as_mut().ok_or_else(no_teacher)?;
         teacher.forward_chunk(&activations.micro_batches[slot.micro_batch], slot.chunk)

@@ -7,7 +7,7 @@
 use std::io::Write as _;
 use std::path::PathBuf;
 
-use moh::{Cpu, Generator, Model, Sampler, Sampling, StoredModel, TextTokenizer};
+use moh::{Cpu, ElementType, Generator, Sampler, Sampling, StoredModel, TextTokenizer};
 
 /// Number of positions: the tokens of the text and of its continuation.
 const POSITIONS: usize = 96;
@@ -19,7 +19,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let directory = PathBuf::from(arguments.next().unwrap_or_else(|| quickstart.to_owned()));
 
     let tokenizer = TextTokenizer::load(&directory.join("tokenizer.json"))?;
-    let model: Model<Cpu, f32> = StoredModel::open(&directory)?.load(Cpu, POSITIONS)?;
+    let model = StoredModel::open(&directory)?.load(Cpu, ElementType::F32, POSITIONS)?;
 
     let ids = tokenizer.encode_prompt(&text)?;
     let sampling = Sampling { temperature: 0.7, top_k: Some(50), ..Sampling::default() };

@@ -13,11 +13,11 @@
 //! # let out = std::path::Path::new("runs/quickstart/export");
 //! # std::fs::create_dir_all("runs/quickstart")?;
 //! # moh::write_random_model(out, &file, moh::DType::F32, u64::MAX, 1)?;
-//! use moh::{Cpu, Generator, Model, Sampler, Sampling, StoredModel};
+//! use moh::{Cpu, ElementType, Generator, Sampler, Sampling, StoredModel};
 //!
 //! let stored = StoredModel::open("runs/quickstart/export".as_ref())?;
 //! // At most 256 positions, which are the tokens of a sequence.
-//! let mut model: Model<Cpu, f32> = stored.load(Cpu, 256)?;
+//! let mut model = stored.load(Cpu, ElementType::F32, 256)?;
 //!
 //! let output = model.run(&[vec![17, 42, 99]])?;
 //! println!("heads of the last token in layer 1: {:?}", output.active_heads(1, 0, 2));
@@ -39,7 +39,7 @@
 pub use moh_hf::{ConfigFile, StoredModel, write_random_model};
 #[cfg(feature = "cuda")]
 pub use moh_kernels::Cuda;
-pub use moh_kernels::{Backend, Cpu, DType, Element};
+pub use moh_kernels::{Backend, Cpu, DType, ElementType};
 pub use moh_model::{
     BatchGenerator, BatchOptions, Chunk, Generator, HeadCounts, LayerHeads, Model, ModelConfig,
     ModelOutput, MohConfig, PassHeads, Sampler, Sampling, SequenceId,

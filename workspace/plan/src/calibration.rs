@@ -2,7 +2,7 @@
 //! formulas are in `docs/plan.md`.
 
 use moh_calibrate::{CalibrationBuffers, CalibrationPasses, MOST_FITS, judged_outputs};
-use moh_kernels::Purpose;
+use moh_kernels::{ElementType, Purpose};
 use moh_model::model_parallel::ModelPart;
 use moh_model::{
     Activations, ModelBuffers, ModelConfig, ModelLayout, PassSizes, RouterKind, Slots, block_alone,
@@ -87,10 +87,11 @@ fn device_bytes(work: &Work, router: RouterKind, passes: &CalibrationPasses) -> 
     let pass = pass_alone(passes.shape().0, length);
     for config in [&block_alone(model)?, &ends_alone(model)] {
         let layout = ModelLayout::new(config);
-        ModelBuffers::<_, f32>::zeros(&memory, config, &layout, length)?;
+        let element = ElementType::F32;
+        ModelBuffers::zeros(&memory, element, config, &layout, length)?;
         let part = ModelPart::whole(config);
-        let sizes = PassSizes::new(config, &layout, &part, pass)?;
-        Activations::<_, f32>::with_slots(&memory, &sizes, Slots::ONE)?;
+        let sizes = PassSizes::new(config, &layout, &part, pass, element)?;
+        Activations::with_slots(&memory, &sizes, Slots::ONE)?;
     }
     CalibrationBuffers::new(&memory, model, router, pass.tokens())?;
     Ok(Purpose::ALL.map(|purpose| memory.bytes(purpose)).into_iter().fold(0, u64::saturating_add))

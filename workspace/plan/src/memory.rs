@@ -3,9 +3,8 @@
 
 use moh_comm::Coordinates;
 use moh_kernels::Memory as _;
-use moh_kernels::open_device::{InTrainingElements, TrainingTypes, in_training_elements};
 use moh_kernels::ranks::share;
-use moh_kernels::{CountedDevice, CountingMemory, Element, Purpose};
+use moh_kernels::{CountedDevice, CountingMemory, Purpose};
 use moh_model::model_parallel::{ModelPart, TensorShare};
 use moh_model::{Activations, ModelBuffers, ModelConfig, ModelLayout, PassSizes, Shard, Slots};
 use moh_recipe::{DeviceKind, Recipe, Stage};
@@ -135,14 +134,8 @@ impl RankMemory {
         let memory = counting(work);
         let data = work.layout.data.max(1);
         let layout = ModelLayout::of_part(&work.model, data, part);
-        let (recipe, precision) = (work.recipe, &work.recipe.precision);
-        let types = TrainingTypes {
-            weights: recipe.run.dtype,
-            gradients: precision.gradients,
-            moments: precision.moments,
-        };
         let buffers = Buffers { work, part, layout: &layout, slots, memory: &memory };
-        let (message, staging) = in_training_elements(types, buffers)?;
+        let (message, staging) = buffers.allocate()?;
         let of_teacher = match work.stage.distill {
             Some(_) => stage.teacher_messages(micro_batches),
             None => 0,
@@ -165,38 +158,40 @@ struct Buffers<'a> {
     memory: &'a CountingMemory,
 }
 
-impl InTrainingElements for Buffers<'_> {
-    type Output = Result<(usize, u64), Error>;
-
+impl Buffers<'_> {
     /// Calls a run's constructors in the same order. Returns the bytes of a message to another stage, and of the host's
     /// copy for checkpoints.
-    fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
+    fn allocate(self) -> Result<(usize, u64), Error> {
         let Buffers { work, part, layout, slots, memory } = self;
         let (recipe, config) = (work.recipe, &work.model);
+        let (element, moments) = (recipe.run.dtype, recipe.precision.moments);
         let (batch, length) = (work.micro_batch, recipe.data.sequence_length);
         let step = StepConfig { micro_batch: batch, ..step_config(recipe, work.stage) };
         let data_ranks = work.layout.data.max(1);
         ranks::values(memory)?;
-        ModelBuffers::<_, T>::zeros(memory, config, layout, recipe.longest_sequence())?;
+        let positions = recipe.longest_sequence();
+        ModelBuffers::zeros(memory, element, config, layout, positions)?;
         let shard = Shard { rank: 0, size: data_ranks };
-        OptimizerState::<_, M>::zeros::<T>(memory, layout, shard)?;
-        let passes = PassSizes::new(config, layout, part, step.pass_shape())?.in_role(step.role());
-        let sizes = StepSizes { layout, passes, slots, data_ranks, reduce: step.reduce };
-        StepBuffers::<_, T, G>::new(memory, &sizes)?;
+        OptimizerState::zeros(memory, layout, shard, element, moments)?;
+        let passes = PassSizes::new(config, layout, part, step.pass_shape(), element)?;
+        let passes = passes.in_role(step.role());
+        let StepConfig { gradients, reduce, .. } = step;
+        let sizes = StepSizes { layout, passes, slots, data_ranks, gradients, reduce };
+        StepBuffers::new(memory, &sizes)?;
         if !recipe.data.validation.is_empty() {
-            Evaluator::<_, T>::of_part(memory, passes, batch, length)?;
+            Evaluator::of_part(memory, passes, batch, length)?;
         }
         if let Some(teacher) = &work.teacher {
             // The teacher has the model's shape, so its part is the same.
             let layout = &ModelLayout::of_part(teacher, 1, part);
             memory.for_purpose(Purpose::Teacher, || {
-                ModelBuffers::<_, T>::zeros(memory, teacher, layout, recipe.longest_sequence())?;
-                let passes = PassSizes::new(teacher, layout, part, step.pass_shape())?;
-                Activations::<_, T>::of_teacher(memory, passes)
+                ModelBuffers::zeros(memory, element, teacher, layout, positions)?;
+                let passes = PassSizes::new(teacher, layout, part, step.pass_shape(), element)?;
+                Activations::of_teacher(memory, passes)
             })?;
         }
-        let staging = moh_checkpoint::staging_bytes::<T, M>(layout, shard);
-        Ok((passes.message_bytes::<T>(), staging))
+        let staging = moh_checkpoint::staging_bytes(layout, shard, element, moments);
+        Ok((passes.message_bytes(), staging))
     }
 }
 

@@ -243,6 +243,7 @@ pub fn step_config(recipe: &Recipe, stage: &Stage) -> StepConfig {
             .map_or(AuxiliaryLosses::all(0.0), MohOptions::auxiliary_weights),
         distillation: stage.distillation(),
         optimizer: stage.optimizer,
+        gradients: recipe.precision.gradients,
         reduce: recipe.precision.reduce,
     }
 }

@@ -9,7 +9,7 @@ use anyhow::{Context as _, bail};
 use moh_checkpoint::run_directory::{RunCheckpoint, not_a_model};
 use moh_hf::hub::{FileSet, Hub};
 use moh_hf::{ConfigFile, StoredModel, WeightFiles};
-use moh_kernels::{Backend, Element, ElementType};
+use moh_kernels::{Backend, ElementType};
 use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD};
 use moh_model::{Model, ModelConfig};
 use moh_text::TextTokenizer;
@@ -130,17 +130,18 @@ impl NamedModel {
         Ok(of_stored.unwrap_or(ElementType::F32))
     }
 
-    /// Loads the model to a device, for sequences of up to `positions` tokens.
-    pub fn load<B: Backend, T: Element>(
+    /// Loads the model to a device, with weights and activations of type `element`, for sequences of up to `positions` tokens.
+    pub fn load<B: Backend>(
         &self,
         backend: B,
+        element: ElementType,
         positions: usize,
-    ) -> anyhow::Result<Model<B, T>> {
+    ) -> anyhow::Result<Model<B>> {
         match &self.place {
-            Place::Directory(directory) => load(backend, directory, positions),
+            Place::Directory(directory) => load(backend, element, directory, positions),
             Place::Checkpoint(_) => {
                 let (mut read, config) = (self.tensors()?, self.config.clone());
-                Model::new(backend, config, positions, |segment, values: &mut [f32]| {
+                Model::new(backend, element, config, positions, |segment, values: &mut [f32]| {
                     read(&segment.name, values)
                 })
             }
@@ -206,13 +207,14 @@ fn download_bar() -> impl FnMut(u64, u64) {
     }
 }
 
-/// Loads the model in `directory` to a device, for sequences of up to `positions` tokens.
-pub fn load<B: Backend, T: Element>(
+/// Loads the model in `directory` to a device, with weights and activations of type `element`, for sequences of up to `positions` tokens.
+pub fn load<B: Backend>(
     backend: B,
+    element: ElementType,
     directory: &Path,
     positions: usize,
-) -> anyhow::Result<Model<B, T>> {
-    Ok(stored(directory)?.load(backend, positions)?)
+) -> anyhow::Result<Model<B>> {
+    Ok(stored(directory)?.load(backend, element, positions)?)
 }
 
 /// Opens the files of the model in `directory`, and prints a warning about them.

@@ -3,7 +3,7 @@
 use anyhow::Context as _;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use moh_kernels::open_device::{DeviceName, OpenDevice, available_memory};
-use moh_kernels::{Backend, Element, ElementType};
+use moh_kernels::{Backend, ElementType};
 use moh_model::{BatchGenerator, BatchOptions, Model, RouterKind};
 
 /// Returns the element types of a model's computation, as values of an option.
@@ -26,7 +26,7 @@ pub fn routers() -> impl TypedValueParser<Value = RouterKind> {
 
 /// Returns the sizes of a generator of up to `tokens` tokens. The weights get packed copies, unless these need more
 /// than half of the machine's available memory.
-pub fn batch_options<B: Backend, T: Element>(model: &Model<B, T>, tokens: usize) -> BatchOptions {
+pub fn batch_options<B: Backend>(model: &Model<B>, tokens: usize) -> BatchOptions {
     let packed = BatchGenerator::packed_bytes(model);
     let pack_weights = available_memory().is_none_or(|available| packed <= available / 2);
     BatchOptions { pack_weights, ..BatchOptions::for_tokens(tokens) }

@@ -14,6 +14,6 @@ fn main() -> ExitCode {
         let job = run::Serve::prepare(&arguments)?;
         let device = options::open_device(arguments.device)?;
         let device = if arguments.deterministic { device.with_batch_invariance() } else { device };
-        device.compute(job.element_type()?, job)
+        device.run(job)
     })
 }

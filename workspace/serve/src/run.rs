@@ -8,8 +8,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, bail};
 use moh_checkpoint::run_directory::RunCheckpoint;
-use moh_kernels::open_device::{Compute, DeviceName, available_memory};
-use moh_kernels::{Backend, Element, ElementType};
+use moh_kernels::open_device::{DeviceName, OnDevice, available_memory};
+use moh_kernels::{Backend, ElementType};
 use moh_model::{BatchOptions, Model, ModelConfig};
 use moh_program::models::{NamedModel, Place};
 use moh_program::{counted, exit, options};
@@ -58,11 +58,6 @@ impl<'a> Serve<'a> {
         let served = Arc::new(describe(arguments, &model, engine)?);
         let listener = listen(SocketAddr::new(arguments.host, arguments.port))?;
         Ok(Serve { arguments, model, served, inbox, guard, listener })
-    }
-
-    /// Returns the element type of the model's computation.
-    pub fn element_type(&self) -> anyhow::Result<ElementType> {
-        self.model.element_type(self.arguments.dtype)
     }
 }
 
@@ -125,15 +120,16 @@ fn listen(address: SocketAddr) -> anyhow::Result<TcpListener> {
     Ok(listener)
 }
 
-impl Compute for Serve<'_> {
+impl OnDevice for Serve<'_> {
     type Output = anyhow::Result<()>;
 
-    fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
+    fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
         let Serve { arguments, model: named, served, inbox, guard, listener } = self;
         let (positions, metrics) = (served.context, Arc::clone(&served.metrics));
         let vocab_size = served.tokenizer.vocab_size();
-        let sizes = cache_sizes::<T>(arguments, &named.config, positions)?;
-        let model: Model<B, T> = named.load(backend.clone(), positions)?;
+        let element = named.element_type(arguments.dtype)?;
+        let sizes = cache_sizes(arguments, &named.config, element, positions)?;
+        let model: Model<B> = named.load(backend.clone(), element, positions)?;
         let tokens = sizes.blocks * sizes.block_length;
         let BatchOptions { pack_weights, .. } = options::batch_options(&model, tokens);
         let options = BatchOptions { pack_weights, ..sizes };
@@ -150,7 +146,8 @@ impl Compute for Serve<'_> {
         };
         let (mut waiting, mut loaded) = (Vec::new(), Some(model));
         loop {
-            let Some(model) = loaded.take().or_else(|| engine.load_newest(&backend, positions))
+            let Some(model) =
+                loaded.take().or_else(|| engine.load_newest(&backend, element, positions))
             else {
                 return Ok(());
             };
@@ -183,7 +180,7 @@ impl Engine {
     }
 
     /// Computes until the queue is closed, and returns true. Returns false if there is another checkpoint.
-    fn run<B: Backend, T: Element>(&self, scheduler: &mut Scheduler<'_, B, T>) -> bool {
+    fn run<B: Backend>(&self, scheduler: &mut Scheduler<'_, B>) -> bool {
         loop {
             let patience = if scheduler.is_empty() { IDLE } else { Duration::ZERO };
             let is_open = scheduler.take(&self.inbox, patience);
@@ -202,18 +199,20 @@ impl Engine {
 
     /// Loads the newest checkpoint, or else the last checkpoint again. Returns `None` if the server ends before a
     /// checkpoint can be loaded.
-    fn load_newest<B: Backend + Clone, T: Element>(
+    fn load_newest<B: Backend + Clone>(
         &mut self,
         backend: &B,
+        element: ElementType,
         positions: usize,
-    ) -> Option<Model<B, T>> {
+    ) -> Option<Model<B>> {
         loop {
             let newest = self.newest.load(Ordering::Relaxed);
             let last = self.named.checkpoint()?.clone();
             for checkpoint in [RunCheckpoint { step: newest, ..last.clone() }, last] {
                 let step = checkpoint.step;
                 let named = NamedModel::at(&self.named.name, Place::Checkpoint(checkpoint));
-                let loaded = named.and_then(|it| Ok((it.load(backend.clone(), positions)?, it)));
+                let loaded =
+                    named.and_then(|it| Ok((it.load(backend.clone(), element, positions)?, it)));
                 match loaded {
                     Ok((model, named)) => {
                         self.named = named;
@@ -246,14 +245,15 @@ impl Engine {
 }
 
 /// Returns the sizes of the cache and of passes. Fails if they exceed the memory.
-fn cache_sizes<T: Element>(
+fn cache_sizes(
     arguments: &Arguments,
     config: &ModelConfig,
+    element: ElementType,
     context: usize,
 ) -> anyhow::Result<BatchOptions> {
     let (block_length, pass_tokens) = (arguments.block_size, arguments.max_num_batched_tokens);
     let blocks_of = |tokens: usize| tokens.div_ceil(block_length);
-    let bytes = 2 * config.num_hidden_layers * config.key_value_width() * size_of::<T>();
+    let bytes = 2 * config.num_hidden_layers * config.key_value_width() * element.bytes();
     let on_host = arguments.device == DeviceName::Cpu;
     let available = available_memory().filter(|_| on_host);
     let blocks = match arguments.kv_cache_tokens {
@@ -285,7 +285,7 @@ fn cache_sizes<T: Element>(
         (cache_option, cache),
         (
             format!("--max-num-batched-tokens {pass_tokens}"),
-            product([pass_tokens, row, size_of::<T>()])
+            product([pass_tokens, row, element.bytes()])
                 + product([pass_tokens, blocks_of(context).min(blocks), size_of::<u32>()]),
         ),
     ] {
@@ -299,7 +299,7 @@ fn cache_sizes<T: Element>(
     }
     exit::stderr_line(format_args!(
         "{}, {} of {} heads active, a cache of {}, {:.2} GB (--kv-cache-tokens)",
-        T::ELEMENT.name(),
+        element.name(),
         config.active_heads(),
         config.num_attention_heads,
         counted((blocks * block_length) as u64, "token"),

@@ -22,14 +22,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "moh_router": "query-norm", "moh_shared_heads": 1, "moh_routed_top_k": 1,
     });
     let config = ConfigFile::from_value(fields, "config.json".as_ref())?.config;
-    let mut model = Model::<Cpu, f32>::new(Cpu, config, LENGTH, |tensor: &Segment, values| {
-        initial::initialize(1, 0.1, &tensor.name, tensor.shape(), values);
-        Ok::<_, moh_model::Error>(())
-    })?;
+    let mut model =
+        Model::new(Cpu, ElementType::F32, config, LENGTH, |tensor: &Segment, values| {
+            initial::initialize(1, 0.1, &tensor.name, tensor.shape(), values);
+            Ok::<_, moh_model::Error>(())
+        })?;
 
     // This process is the only rank: it has the whole model and the whole state of AdamW.
     let all = World::single().group().clone();
-    let mut optimizer = OptimizerState::<Cpu, f32>::new(&model, Shard::from_group(&all))?;
+    let mut optimizer = OptimizerState::new(&model, ElementType::F32, Shard::from_group(&all))?;
     let config = StepConfig {
         stage: "tiny".into(),
         sequence_length: LENGTH,
@@ -40,11 +41,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         auxiliary_weights: AuxiliaryLosses::all(0.01),
         distillation: None,
         optimizer: Hyperparameters::default(),
+        gradients: ElementType::F32,
         reduce: ElementType::F32,
     };
     let samples = config.batch_sequences();
-    let mut stepper =
-        Stepper::<Cpu, f32, f32>::new(&model, config, StepGroups { data: all.clone(), all })?;
+    let mut stepper = Stepper::new(&model, config, StepGroups { data: all.clone(), all })?;
 
     // Sample n counts from n on, up to 63 and from 0 again.
     let read = |sample: u64, window: &mut [u32], _: Option<&mut [u32]>| {

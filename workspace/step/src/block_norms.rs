@@ -1,12 +1,13 @@
 //! Norms of gradients and weights by block, over all ranks.
 
 use moh_comm::{Group, Reduce};
-use moh_kernels::{Backend, Element, Memory};
+use moh_kernels::{Backend, Memory};
 use moh_model::layout::ModelLayout;
 use moh_model::parameters::{FlatBuffers, Shard, overlap};
 use serde::{Deserialize, Serialize};
 
 use crate::Result;
+use crate::optimizer::squared_norms;
 
 /// The norms of a step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -62,12 +63,12 @@ impl<M: Memory> SquaredBlockNorms<M> {
 impl<B: Backend> SquaredBlockNorms<B> {
     /// Computes the norms from each rank's shard of the gradients, which are summed over the data ranks, and from its
     /// shard of the weights. All ranks of `group` call this function.
-    pub(crate) fn measure<T: Element, G: Element>(
+    pub(crate) fn measure(
         &mut self,
         backend: &B,
         layout: &ModelLayout,
-        weights: &FlatBuffers<B, T>,
-        gradients: &FlatBuffers<B, G>,
+        weights: &FlatBuffers<B>,
+        gradients: &FlatBuffers<B>,
         shard: Shard,
         group: &Group,
     ) -> Result<BlockNorms> {
@@ -103,10 +104,10 @@ impl Norms {
 }
 
 /// Adds the squares of the shard of one flat buffer; each tensor counts once over all ranks.
-fn add<B: Backend, E: Element>(
+fn add<B: Backend>(
     backend: &B,
     layout: &ModelLayout,
-    values: &FlatBuffers<B, E>,
+    values: &FlatBuffers<B>,
     shard: Shard,
     flat: usize,
     out: B::ViewMut<'_, f64>,
@@ -120,7 +121,7 @@ fn add<B: Backend, E: Element>(
     });
     let parts: Vec<_> = parts.collect();
     if !parts.is_empty() {
-        backend.squared_norms(&parts, out)?;
+        squared_norms(backend, &parts, out)?;
     }
     Ok(())
 }

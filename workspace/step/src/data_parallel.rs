@@ -14,24 +14,23 @@
 
 use std::ops::Range;
 
-use half::bf16;
 use moh_comm::{Group, Pending, Reduce};
-use moh_kernels::{Backend, Element};
+use moh_kernels::{AnyBuffer, AnyView, AnyViewMut, Backend, for_element};
 use moh_model::parameters::ParameterRange;
 use moh_model::{FlatBuffers, Model, ModelLayout, Result, Shard};
 
 use crate::step_buffers::Rounded;
 
 /// Gradients of a reduce-scatter in flight.
-enum InFlight<B: Backend, G: Element> {
+enum InFlight<B: Backend> {
     /// The buffer itself.
-    Exact(Pending<B::Buffer<G>>),
+    Exact(Pending<AnyBuffer<B>>),
     /// The buffer, and a copy rounded to bf16. At the end, the copy's local shard replaces the buffer's.
-    Rounded(B::Buffer<G>, Pending<B::Buffer<bf16>>),
+    Rounded(AnyBuffer<B>, Pending<AnyBuffer<B>>),
 }
 
 /// A rank's collectives with the other data ranks, and the buffers in flight.
-pub(crate) struct DataParallel<B: Backend, T: Element, G: Element> {
+pub(crate) struct DataParallel<B: Backend> {
     backend: B,
     group: Group,
     /// The group of the first and the last pipeline stage if both have a tied head; `None` on other
@@ -40,16 +39,16 @@ pub(crate) struct DataParallel<B: Backend, T: Element, G: Element> {
     /// The ranks with copies of replicated tensors.
     tensor: Group,
     replicated: Vec<Vec<Range<usize>>>,
-    gradients: Vec<Option<InFlight<B, G>>>,
-    weights: Vec<Option<Pending<B::Buffer<T>>>>,
+    gradients: Vec<Option<InFlight<B>>>,
+    weights: Vec<Option<Pending<AnyBuffer<B>>>>,
     /// If gradients are rounded, a buffer for the copy of each buffer of gradients.
-    copies: Vec<Option<B::Buffer<bf16>>>,
+    copies: Vec<Option<AnyBuffer<B>>>,
 }
 
-impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
+impl<B: Backend + Clone> DataParallel<B> {
     /// Prepares the collectives between the ranks of `group`. If `rounded` has buffers, gradients
     /// are rounded to bf16, which halves the traffic.
-    pub fn new(model: &Model<B, T>, group: &Group, rounded: Rounded<B>) -> Self {
+    pub fn new(model: &Model<B>, group: &Group, rounded: Rounded<B>) -> Self {
         let (backend, flats) = (model.backend().clone(), &model.layout().flats);
         let replicated = flats.iter().map(|flat| {
             let segments = flat.segments.iter().filter(|segment| segment.replicated);
@@ -69,11 +68,7 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
 
     /// Starts the reduce-scatter of a buffer with complete gradients on this rank. Skips the gradient of a head tied
     /// across two stages, which [`Self::finish_gradients`] completes.
-    pub fn start_gradients(
-        &mut self,
-        gradients: &mut FlatBuffers<B, G>,
-        flat: usize,
-    ) -> Result<()> {
+    pub fn start_gradients(&mut self, gradients: &mut FlatBuffers<B>, flat: usize) -> Result<()> {
         match self.tied_head {
             Some(_) if flat == ModelLayout::EMBEDDING => Ok(()),
             _ => self.start_reduce_scatter(gradients, flat),
@@ -84,7 +79,7 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
     /// a micro-batch in a step.
     pub fn start_zero_gradients(
         &mut self,
-        gradients: &mut FlatBuffers<B, G>,
+        gradients: &mut FlatBuffers<B>,
         layout: &ModelLayout,
     ) -> Result<()> {
         for flat in layout.backward_order() {
@@ -101,44 +96,40 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
     ///
     /// # Errors
     /// Fails if the device or another rank failed; the buffers in flight are then lost.
-    pub fn finish_gradients(&mut self, gradients: &mut FlatBuffers<B, G>) -> Result<()> {
+    pub fn finish_gradients(&mut self, gradients: &mut FlatBuffers<B>) -> Result<()> {
         if let Some(stages) = &self.tied_head {
             let buffer = gradients.flat_mut(ModelLayout::EMBEDDING);
-            stages.all_reduce::<B, G>(B::whole_mut(buffer), Reduce::Sum)?;
+            for_element!(G: buffer.element() => {
+                stages.all_reduce::<B, G>(buffer.whole_mut().typed(), Reduce::Sum)
+            })?;
             self.start_reduce_scatter(gradients, ModelLayout::EMBEDDING)?;
         }
         (0..self.gradients.len()).try_for_each(|flat| self.wait_for_gradients(gradients, flat))
     }
 
-    fn start_reduce_scatter(
-        &mut self,
-        gradients: &mut FlatBuffers<B, G>,
-        flat: usize,
-    ) -> Result<()> {
+    fn start_reduce_scatter(&mut self, gradients: &mut FlatBuffers<B>, flat: usize) -> Result<()> {
         if self.group.size() == 1 {
             return Ok(());
         }
         let exact = gradients.take(flat);
         self.gradients[flat] = Some(match self.copies[flat].take() {
             Some(mut copy) => {
-                self.backend.convert(B::whole(&exact), B::whole_mut(&mut copy))?;
-                let copy = self.group.start_reduce_scatter::<B, bf16>(copy, Reduce::Sum)?;
-                InFlight::Rounded(exact, copy)
+                convert(&self.backend, exact.whole(), copy.whole_mut())?;
+                InFlight::Rounded(exact, self.group.start_reduce_scatter(copy, Reduce::Sum)?)
             }
-            None => InFlight::Exact(self.group.start_reduce_scatter::<B, G>(exact, Reduce::Sum)?),
+            None => InFlight::Exact(self.group.start_reduce_scatter(exact, Reduce::Sum)?),
         });
         Ok(())
     }
 
-    fn wait_for_gradients(&mut self, gradients: &mut FlatBuffers<B, G>, flat: usize) -> Result<()> {
+    fn wait_for_gradients(&mut self, gradients: &mut FlatBuffers<B>, flat: usize) -> Result<()> {
         let buffer = match self.gradients[flat].take() {
             None => return Ok(()),
             Some(InFlight::Exact(pending)) => pending.wait()?,
             Some(InFlight::Rounded(mut exact, pending)) => {
                 let copy = pending.wait()?;
-                let shard = Shard::from_group(&self.group).range(B::len(&exact));
-                let into = B::view_mut(&mut exact, shard.clone());
-                self.backend.convert(B::view(&copy, shard), into)?;
+                let shard = Shard::from_group(&self.group).range(exact.len());
+                convert(&self.backend, copy.view(shard.clone()), exact.view_mut(shard))?;
                 self.copies[flat] = Some(copy);
                 exact
             }
@@ -148,10 +139,9 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
     }
 
     /// Starts the all-gather of a buffer of weights with an updated local shard.
-    pub fn start_weights(&mut self, weights: &mut FlatBuffers<B, T>, flat: usize) -> Result<()> {
-        if self.group.size() > 1 && B::len(weights.flat(flat)) > 0 {
-            let pending = self.group.start_all_gather::<B, T>(weights.take(flat))?;
-            self.weights[flat] = Some(pending);
+    pub fn start_weights(&mut self, weights: &mut FlatBuffers<B>, flat: usize) -> Result<()> {
+        if self.group.size() > 1 && !weights.flat(flat).is_empty() {
+            self.weights[flat] = Some(self.group.start_all_gather(weights.take(flat))?);
         }
         Ok(())
     }
@@ -160,12 +150,12 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
     ///
     /// # Errors
     /// Fails if the all-gather failed; the buffer is then lost.
-    pub fn wait_for_weights(&mut self, weights: &mut FlatBuffers<B, T>, flat: usize) -> Result<()> {
+    pub fn wait_for_weights(&mut self, weights: &mut FlatBuffers<B>, flat: usize) -> Result<()> {
         if let Some(pending) = self.weights[flat].take() {
             let mut buffer = pending.wait()?;
             for range in &self.replicated[flat] {
-                let view = B::view_mut(&mut buffer, range.clone());
-                self.tensor.broadcast::<B, T>(view, 0)?;
+                let view = buffer.view_mut(range.clone());
+                for_element!(T: view.element() => self.tensor.broadcast::<B, T>(view.typed(), 0))?;
             }
             weights.put(flat, buffer);
         }
@@ -173,15 +163,23 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
     }
 
     /// Calls [`Self::wait_for_weights`] for every buffer.
-    pub fn wait_for_all_weights(&mut self, weights: &mut FlatBuffers<B, T>) -> Result<()> {
+    pub fn wait_for_all_weights(&mut self, weights: &mut FlatBuffers<B>) -> Result<()> {
         (0..self.weights.len()).try_for_each(|flat| self.wait_for_weights(weights, flat))
     }
+}
+
+/// Converts gradients between their type and the type of messages.
+fn convert<B: Backend>(backend: &B, from: AnyView<'_, B>, to: AnyViewMut<'_, B>) -> Result<()> {
+    Ok(for_element!(X: from.element(), Y: to.element() => {
+        backend.convert::<X, Y>(from.typed(), to.typed())
+    })?)
 }
 
 #[cfg(test)]
 mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
+    use half::bf16;
     use moh_comm::RankLayout;
     use moh_kernels::{Cpu, ElementType};
     use moh_model::{ModelConfig, ModelParallel};
@@ -196,9 +194,9 @@ mod tests {
 
     struct Rank {
         number: usize,
-        model: Model<Cpu, f32>,
-        gradients: FlatBuffers<Cpu, f32>,
-        exchange: DataParallel<Cpu, f32, f32>,
+        model: Model<Cpu>,
+        gradients: FlatBuffers<Cpu>,
+        exchange: DataParallel<Cpu>,
     }
 
     /// Runs `work` on `data` data ranks of `stages` pipeline stages of `tensor` ranks each, as threads.
@@ -213,10 +211,10 @@ mod tests {
             let parallel =
                 ModelParallel::new(&config(), groups.pipeline, 1, groups.tensor).unwrap();
             let model =
-                Model::of_part::<moh_model::Error>(Cpu, config(), 8, parallel, data, |_, _| Ok(()));
-            let model = model.unwrap();
-            let gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
-            let rounded = Rounded::new::<f32>(&Cpu, model.layout(), data, reduce).unwrap();
+                Model::zeros_of_part(Cpu, ElementType::F32, config(), 8, parallel, data).unwrap();
+            let (f32, layout) = (ElementType::F32, model.layout());
+            let gradients = FlatBuffers::zeros(&Cpu, f32, layout).unwrap();
+            let rounded = Rounded::new(&Cpu, layout, data, f32, reduce).unwrap();
             let exchange = DataParallel::new(&model, &groups.data, rounded);
             work(&mut Rank { number: all.rank(), model, gradients, exchange });
         });
@@ -230,8 +228,10 @@ mod tests {
     impl Rank {
         fn fill_gradients(&mut self) {
             for flat in 0..self.model.layout().flats.len() {
-                let elements = self.gradients.flat_mut(flat).iter_mut().enumerate();
-                elements.for_each(|(at, element)| *element = gradient(self.number, at));
+                let buffer = self.gradients.flat_mut(flat);
+                let values: Vec<f32> =
+                    (0..buffer.len()).map(|at| gradient(self.number, at)).collect();
+                buffer.whole_mut().fill_from_f32(&Cpu, &values).unwrap();
             }
         }
 
@@ -244,7 +244,7 @@ mod tests {
         /// Compares the gradients of the local shard of every buffer, by buffer and position.
         fn assert_gradients(&self, expected: impl Fn(usize, usize) -> f32) {
             for flat in self.model.layout().backward_order() {
-                let buffer = self.gradients.flat(flat);
+                let buffer: &[f32] = self.gradients.flat(flat).whole().typed();
                 for at in Shard::from_group(&self.exchange.group).range(buffer.len()) {
                     assert_eq!(buffer[at], expected(flat, at), "{at} of buffer {flat}");
                 }
@@ -257,7 +257,7 @@ mod tests {
                 let weights = self.model.weights_mut();
                 let buffer = weights.flat_mut(flat);
                 let shard = Shard::from_group(&self.exchange.group).range(buffer.len());
-                buffer[shard].fill(self.number as f32);
+                buffer.view_mut(shard).typed::<f32>().fill(self.number as f32);
                 self.exchange.start_weights(weights, flat).unwrap();
             }
         }
@@ -336,7 +336,7 @@ mod tests {
             exchange.wait_for_all_weights(model.weights_mut()).unwrap();
             let mut copies = 0;
             for flat in 0..model.layout().flats.len() {
-                let buffer = model.weights().flat(flat);
+                let buffer: &[f32] = model.weights().flat(flat).whole().typed();
                 for segment in &model.layout().flats[flat].segments {
                     let owner = if segment.replicated { 0 } else { *number % 2 };
                     let of_owner = |value: &f32| *value as usize % 2 == owner;
@@ -358,10 +358,10 @@ mod tests {
             assert!(!model.weights().flat(1).is_empty());
             exchange.wait_for_all_weights(model.weights_mut()).unwrap();
             for flat in 0..model.layout().flats.len() {
-                let buffer = model.weights().flat(flat);
+                let buffer: &[f32] = model.weights().flat(flat).whole().typed();
                 let owner = |at: usize| (at * 3 / buffer.len()) as f32;
                 let expected: Vec<f32> = (0..buffer.len()).map(owner).collect();
-                assert_eq!(*buffer, expected);
+                assert_eq!(buffer, expected);
             }
         });
     }

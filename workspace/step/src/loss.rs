@@ -11,7 +11,7 @@
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # std::env::set_current_dir("../..")?;
 //! let stored = StoredModel::open("recipes/quickstart".as_ref())?;
-//! let mut model = stored.load::<Cpu, f32>(Cpu, 64)?;
+//! let mut model = stored.load(Cpu, ElementType::F32, 64)?;
 //! let file = TokenFile::open("recipes/quickstart/voyage-valid".as_ref())?;
 //! let windows = Windows::new(file, 64)?;
 //!
@@ -28,7 +28,7 @@ use std::ops::{ControlFlow, Range};
 
 use moh_data::Windows;
 use moh_kernels::cross_entropy::IGNORED;
-use moh_kernels::{Backend, Element, Memory, Purpose, Workspace};
+use moh_kernels::{Backend, Memory, Purpose, Workspace};
 use moh_model::router::RoutingStatistics;
 use moh_model::{Activations, Model, PassShape, PassSizes, Recompute, Shard, Slots, StepSums};
 
@@ -101,12 +101,12 @@ struct Tokens {
 ///
 /// A window of n tokens has n - 1 targets, as in Hugging Face; the last batch is padded with
 /// windows without targets.
-pub struct Evaluator<B: Memory, T: Element> {
-    activations: Activations<B, T>,
+pub struct Evaluator<B: Memory> {
+    activations: Activations<B>,
     sums: StepSums<B>,
 }
 
-impl<M: Workspace, T: Element> Evaluator<M, T> {
+impl<M: Workspace> Evaluator<M> {
     /// Allocates the buffers of an evaluation, for `batch` windows of `length` tokens at a time. `part` describes the
     /// passes of the model's part.
     pub fn of_part(memory: &M, part: PassSizes<'_>, batch: usize, length: usize) -> Result<Self> {
@@ -124,9 +124,9 @@ fn pass_shape(batch: usize, length: usize) -> PassShape {
     PassShape::evaluation(batch, length, Recompute::Block)
 }
 
-impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
+impl<B: Backend + Clone> Evaluator<B> {
     /// Allocates buffers for `batch` windows of `length` tokens each.
-    pub fn new(model: &Model<B, T>, batch: usize, length: usize) -> Result<Self> {
+    pub fn new(model: &Model<B>, batch: usize, length: usize) -> Result<Self> {
         let sizes = model.pass_sizes(pass_shape(batch, length))?;
         Self::of_part(model.backend(), sizes, batch, length)
     }
@@ -137,7 +137,7 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
     /// Fails if the token file cannot be read or has ids outside the vocabulary.
     pub fn evaluate(
         &mut self,
-        model: &mut Model<B, T>,
+        model: &mut Model<B>,
         text: EvaluationText<'_>,
         routing: Option<&mut RoutingStatistics>,
         progress: &mut dyn FnMut(u64, u64),
@@ -162,7 +162,7 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
     /// communicate. If `go_on` breaks, which it must do on all ranks in the same round, returns `None`.
     pub fn evaluate_share<E: From<Error>>(
         &mut self,
-        model: &mut Model<B, T>,
+        model: &mut Model<B>,
         text: EvaluationText<'_>,
         shard: Shard,
         mut routing: Option<&mut RoutingStatistics>,
@@ -193,7 +193,7 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
 
     fn add_batch(
         &mut self,
-        model: &mut Model<B, T>,
+        model: &mut Model<B>,
         EvaluationText { windows, decoded_bytes, .. }: EvaluationText<'_>,
         batch: Range<u64>,
         Tokens { ids, targets, mask }: &mut Tokens,

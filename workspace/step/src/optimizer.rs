@@ -4,9 +4,9 @@
 use std::ops::Range;
 
 use half::bf16;
-use moh_kernels::adamw::remainder::{join, split};
+use moh_kernels::adamw::remainder::join;
 use moh_kernels::adamw::{AdamW, AdamWUpdate};
-use moh_kernels::{Backend, Element, Memory, Purpose, Scalar};
+use moh_kernels::{AnyView, Backend, ElementType, Memory, Purpose, for_element};
 use moh_model::parameters::{OnBuffer, overlap};
 use moh_model::tensors::TensorGroup;
 use moh_model::{FlatBuffers, Model, ModelLayout, Segment, Shard, StepSums};
@@ -95,24 +95,30 @@ impl TensorKind {
 
 /// The optimiser's state or a shard of it: the moments and, for bf16 weights, the 16 bits that
 /// rounding removed from the f32 weights.
-pub struct OptimizerState<B: Memory, M: Element> {
+pub struct OptimizerState<B: Memory> {
     /// The 16 bits by which bf16 weights differ from the f32 weights; `None` for f32 weights.
-    pub remainder: Option<FlatBuffers<B, i16>>,
+    pub remainder: Option<FlatBuffers<B>>,
     /// Running mean of the gradients.
-    pub first_moment: FlatBuffers<B, M>,
+    pub first_moment: FlatBuffers<B>,
     /// Running mean of the squared gradients.
-    pub second_moment: FlatBuffers<B, M>,
+    pub second_moment: FlatBuffers<B>,
     shard: Shard,
 }
 
-impl<B: Memory, M: Element> OptimizerState<B, M> {
-    /// Creates zero moments of `shard`, for weights of type `T` without a rounding error.
-    pub fn zeros<T: Element>(memory: &B, layout: &ModelLayout, shard: Shard) -> Result<Self> {
-        let remainder = || FlatBuffers::zeros_of(memory, layout, shard);
+impl<B: Memory> OptimizerState<B> {
+    /// Creates zero moments of `shard`, for weights of type `weights` without a rounding error.
+    pub fn zeros(
+        memory: &B,
+        layout: &ModelLayout,
+        shard: Shard,
+        weights: ElementType,
+        moments: ElementType,
+    ) -> Result<Self> {
+        let remainder = || FlatBuffers::remainders(memory, layout, shard);
         let remainder = || memory.for_purpose(Purpose::Remainders, remainder);
-        let moment = || FlatBuffers::zeros_of(memory, layout, shard);
+        let moment = || FlatBuffers::zeros_of(memory, moments, layout, shard);
         Ok(OptimizerState {
-            remainder: (T::DTYPE == bf16::DTYPE).then(remainder).transpose()?,
+            remainder: (weights == ElementType::BF16).then(remainder).transpose()?,
             first_moment: memory.for_purpose(Purpose::Moments, moment)?,
             second_moment: memory.for_purpose(Purpose::Moments, moment)?,
             shard,
@@ -120,10 +126,10 @@ impl<B: Memory, M: Element> OptimizerState<B, M> {
     }
 }
 
-impl<B: Backend, M: Element> OptimizerState<B, M> {
+impl<B: Backend> OptimizerState<B> {
     /// Creates zero moments of `shard` for the given weights.
-    pub fn new<T: Element>(model: &Model<B, T>, shard: Shard) -> Result<Self> {
-        Self::zeros::<T>(model.backend(), model.layout(), shard)
+    pub fn new(model: &Model<B>, moments: ElementType, shard: Shard) -> Result<Self> {
+        Self::zeros(model.backend(), model.layout(), shard, model.element(), moments)
     }
 
     /// Returns the local shard of every flat buffer, which this rank updates.
@@ -133,11 +139,11 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
 
     /// Adds the squares of the shard's gradients to `sums`, except in frozen groups. Each tensor counts once over all
     /// ranks.
-    pub fn add_squared_norm<G: Element>(
+    pub fn add_squared_norm(
         &self,
         backend: &B,
         layout: &ModelLayout,
-        gradients: &FlatBuffers<B, G>,
+        gradients: &FlatBuffers<B>,
         groups: &GroupFactors,
         sums: &mut StepSums<B>,
     ) -> Result<()> {
@@ -147,13 +153,13 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
             let part = overlap(&segment.range, &self.first_moment.local_range(flat));
             (!part.is_empty()).then(|| gradients.view(flat, part))
         });
-        Ok(backend.squared_norms(&parts.collect::<Vec<_>>(), sums.squared_norm_mut())?)
+        squared_norms(backend, &parts.collect::<Vec<_>>(), sums.squared_norm_mut())
     }
 
     /// Returns the f32 weights of a range of a buffer, within the local shard.
-    pub fn exact_weights<T: Element>(
+    pub fn exact_weights(
         &self,
-        model: &Model<B, T>,
+        model: &Model<B>,
         flat: usize,
         range: Range<usize>,
     ) -> Result<Vec<f32>> {
@@ -161,7 +167,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         let mut weights = model.weights().read_range(backend, flat, range.clone())?;
         let Some(remainder) = &self.remainder else { return Ok(weights) };
         let mut left = vec![0; weights.len()];
-        backend.download(remainder.view(flat, range), &mut left)?;
+        backend.download::<i16>(remainder.view(flat, range).typed(), &mut left)?;
         for (weight, left) in weights.iter_mut().zip(left) {
             *weight = join(bf16::from_f32(*weight), left);
         }
@@ -176,16 +182,16 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
     }
 }
 
-impl<B: Backend + Clone, M: Element> OptimizerState<B, M> {
+impl<B: Backend + Clone> OptimizerState<B> {
     /// Updates the shard of the model's weights by one step. `step.weight_decay` applies only to matrices. `groups` has
     /// factors of `step.learning_rate`. Calls `updated` with the weights as soon as the shard of a buffer is updated.
-    pub fn update<T: Element, G: Element>(
+    pub fn update(
         &mut self,
-        model: &mut Model<B, T>,
-        gradients: &FlatBuffers<B, G>,
+        model: &mut Model<B>,
+        gradients: &FlatBuffers<B>,
         step: &AdamW,
         groups: &GroupFactors,
-        updated: OnBuffer<'_, B, T>,
+        updated: OnBuffer<'_, B>,
     ) -> Result<()> {
         let backend = model.backend().clone();
         let of = |segment: &Segment| (segment.decays, groups.of(segment));
@@ -199,16 +205,22 @@ impl<B: Backend + Clone, M: Element> OptimizerState<B, M> {
                 }
                 let weight_decay = if decays { step.weight_decay } else { 0.0 };
                 let learning_rate = factor * step.learning_rate;
-                backend.adamw(AdamWUpdate {
-                    step: &AdamW { weight_decay, learning_rate, ..*step },
-                    gradients: gradients.view(flat, range.clone()),
-                    weights: model.weights_mut().view_mut(flat, range.clone()),
-                    remainder: self
-                        .remainder
-                        .as_mut()
-                        .map(|left| left.view_mut(flat, range.clone())),
-                    first_moment: self.first_moment.view_mut(flat, range.clone()),
-                    second_moment: self.second_moment.view_mut(flat, range),
+                let gradients = gradients.view(flat, range.clone());
+                let weights = model.weights_mut().view_mut(flat, range.clone());
+                let remainder = self.remainder.as_mut();
+                let remainder = remainder.map(|left| left.view_mut(flat, range.clone()).typed());
+                let first_moment = self.first_moment.view_mut(flat, range.clone());
+                let second_moment = self.second_moment.view_mut(flat, range);
+                let (weight, gradient) = (weights.element(), gradients.element());
+                for_element!(T: weight, G: gradient, M: first_moment.element() => {
+                    backend.adamw::<T, G, M>(AdamWUpdate {
+                        step: &AdamW { weight_decay, learning_rate, ..*step },
+                        gradients: gradients.typed(),
+                        weights: weights.typed(),
+                        remainder,
+                        first_moment: first_moment.typed(),
+                        second_moment: second_moment.typed(),
+                    })
                 })?;
             }
             updated(model.weights_mut(), flat)?;
@@ -218,9 +230,9 @@ impl<B: Backend + Clone, M: Element> OptimizerState<B, M> {
 
     /// Fills the shard of the model's weights and of the state with the values of `read`. For each kind, `read` writes
     /// a range of the elements of a tensor's local slice.
-    pub fn fill<T: Element, E: From<moh_model::Error>>(
+    pub fn fill<E: From<moh_model::Error>>(
         &mut self,
-        model: &mut Model<B, T>,
+        model: &mut Model<B>,
         read: impl Fn(TensorKind, &Segment, Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         let (backend, layout) = (model.backend().clone(), model.layout().clone());
@@ -230,14 +242,12 @@ impl<B: Backend + Clone, M: Element> OptimizerState<B, M> {
             &backend,
             &layout,
             shard,
-            T::from_f32,
             |(flat, segment), part, exact| -> Result<(), E> {
                 read(TensorKind::Weight, segment, part.clone(), exact)?;
                 let Some(remainder) = &mut *remainder else { return Ok(()) };
-                let left: Vec<i16> = exact.iter().map(|&exact| split(exact).1).collect();
                 let start = segment.range.start;
-                let into = remainder.view_mut(flat, start + part.start..start + part.end);
-                Ok(backend.upload(&left, into).map_err(moh_model::Error::from)?)
+                let left = remainder.view_mut(flat, start + part.start..start + part.end);
+                Ok(left.fill_from_f32(&backend, exact).map_err(moh_model::Error::from)?)
             },
         )?;
         for (kind, moment) in [
@@ -247,22 +257,22 @@ impl<B: Backend + Clone, M: Element> OptimizerState<B, M> {
             let read = |(_, segment): (usize, &Segment), part, values: &mut [f32]| {
                 read(kind, segment, part, values)
             };
-            moment.fill_shard(&backend, &layout, shard, M::from_f32, read)?;
+            moment.fill_shard(&backend, &layout, shard, read)?;
         }
         Ok(())
     }
 
     /// Replaces the local slice of the tensor of this buffer and segment. Sets the model's weights, and their rounding
     /// errors within the shard. All data ranks pass the same values.
-    pub fn set_weights<T: Element>(
+    pub fn set_weights(
         &mut self,
-        model: &mut Model<B, T>,
+        model: &mut Model<B>,
         (flat, segment): (usize, &Segment),
         exact: &[f32],
     ) -> Result<()> {
         let backend = model.backend().clone();
-        let rounded: Vec<T> = exact.iter().map(|&exact| T::from_f32(exact)).collect();
-        backend.upload(&rounded, model.weights_mut().view_mut(flat, segment.range.clone()))?;
+        let weights = model.weights_mut().view_mut(flat, segment.range.clone());
+        weights.fill_from_f32(&backend, exact)?;
         let Some(remainder) = &mut self.remainder else { return Ok(()) };
         let part = overlap(&segment.range, &remainder.local_range(flat));
         if part.is_empty() {
@@ -270,7 +280,24 @@ impl<B: Backend + Clone, M: Element> OptimizerState<B, M> {
         }
         let start = segment.range.start;
         let own = &exact[part.start - start..part.end - start];
-        let left: Vec<i16> = own.iter().map(|&exact| split(exact).1).collect();
-        Ok(backend.upload(&left, remainder.view_mut(flat, part))?)
+        Ok(remainder.view_mut(flat, part).fill_from_f32(&backend, own)?)
     }
+}
+
+/// Adds the squares of elements of any type to `out`, `[1]`.
+pub(crate) fn squared_norms<B: Backend>(
+    backend: &B,
+    parts: &[AnyView<'_, B>],
+    mut out: B::ViewMut<'_, f64>,
+) -> Result<()> {
+    for element in ElementType::ALL {
+        let typed = parts.iter().filter(|part| part.element() == element);
+        for_element!(T: element => {
+            let typed: Vec<_> = typed.map(|part| part.typed::<T>()).collect();
+            if !typed.is_empty() {
+                backend.squared_norms::<T>(&typed, B::reborrow_mut(&mut out))?;
+            }
+        });
+    }
+    Ok(())
 }

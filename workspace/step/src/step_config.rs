@@ -29,6 +29,8 @@ pub struct StepConfig {
     pub distillation: Option<Distillation>,
     /// Hyperparameters of AdamW.
     pub optimizer: Hyperparameters,
+    /// Element type of the gradients of weights.
+    pub gradients: ElementType,
     /// Element type in which ranks exchange f32 gradients.
     pub reduce: ElementType,
 }

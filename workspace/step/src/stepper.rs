@@ -8,7 +8,7 @@ use std::ops::Range;
 use moh_comm::Group;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::ranks::share;
-use moh_kernels::{Backend, Element, span};
+use moh_kernels::{Backend, span};
 use moh_model::{
     Activations, AuxiliaryLoss, AuxiliaryLosses, FlatBuffers, LossConfig, Model, PassSlot,
     StepSums, Sums,
@@ -17,6 +17,7 @@ use moh_model::{
 use crate::block_norms::SquaredBlockNorms;
 use crate::data_parallel::DataParallel;
 use crate::guard::{Limits, SkipReason};
+use crate::optimizer::squared_norms;
 use crate::pipeline_schedule::{self, ChunkPass};
 use crate::samples::HostBatch;
 use crate::{
@@ -25,14 +26,14 @@ use crate::{
 };
 
 /// The buffers of a stage's steps, and the settings that do not change between steps.
-pub struct Stepper<B: Backend, T: Element, G: Element> {
-    activations: Activations<B, T>,
+pub struct Stepper<B: Backend> {
+    activations: Activations<B>,
     /// The rank's pipeline schedule of a step; its micro-batches are counted from 0.
     passes: Vec<ChunkPass>,
     /// This rank's micro-batches of a step: a consecutive range.
     own: Range<usize>,
-    gradients: FlatBuffers<B, G>,
-    data_parallel: DataParallel<B, T, G>,
+    gradients: FlatBuffers<B>,
+    data_parallel: DataParallel<B>,
     sums: StepSums<B>,
     config: StepConfig,
     /// The first sample of the step with samples that were read ahead.
@@ -46,12 +47,12 @@ pub struct Stepper<B: Backend, T: Element, G: Element> {
 }
 
 /// Observes the activations of a step's passes.
-pub trait Observer<B: Backend, T: Element> {
+pub trait Observer<B: Backend> {
     /// Receives the activations of a micro-batch at `slot`, after its forward pass through a chunk.
     fn forward_done(
         &mut self,
-        model: &Model<B, T>,
-        activations: &Activations<B, T>,
+        model: &Model<B>,
+        activations: &Activations<B>,
         slot: PassSlot,
     ) -> Result<()> {
         let _ = (model, activations, slot);
@@ -61,7 +62,7 @@ pub trait Observer<B: Backend, T: Element> {
 
 struct Unobserved;
 
-impl<B: Backend, T: Element> Observer<B, T> for Unobserved {}
+impl<B: Backend> Observer<B> for Unobserved {}
 
 /// The measurements of a step, and whether it was applied.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -100,12 +101,12 @@ pub struct TensorGradient {
     pub norm: f64,
 }
 
-impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
+impl<B: Backend + Clone> Stepper<B> {
     /// Allocates the buffers of `config`'s steps on `model`, shared by the ranks of `groups`.
     ///
     /// # Errors
     /// Fails if the device is out of memory, or if the configuration has a teacher and the model has no teacher.
-    pub fn new(model: &Model<B, T>, config: StepConfig, groups: StepGroups) -> Result<Self> {
+    pub fn new(model: &Model<B>, config: StepConfig, groups: StepGroups) -> Result<Self> {
         // The step's schedule is in memory, so its length fits a `usize`.
         let micro_batches = usize::try_from(config.micro_batches).unwrap_or(usize::MAX);
         let own = share(micro_batches, groups.data.rank(), groups.data.size());
@@ -115,14 +116,14 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             passes: model.pass_sizes(config.pass_shape())?.in_role(config.role()),
             slots: stage.slots(own.len()),
             data_ranks: groups.data.size(),
+            gradients: config.gradients,
             reduce: config.reduce,
         };
-        let (mut messages, mut bytes) =
-            (stage.messages(own.len()), sizes.passes.message_bytes::<T>());
+        let (mut messages, mut bytes) = (stage.messages(own.len()), sizes.passes.message_bytes());
         if config.distillation.is_some() {
             messages += stage.teacher_messages(own.len());
             let teacher = model.teacher_sizes(config.pass_shape())?;
-            bytes = bytes.max(teacher.message_bytes::<T>());
+            bytes = bytes.max(teacher.message_bytes());
         }
         model.parallel().reserve_sends(messages, bytes)?;
         let buffers = StepBuffers::new(model.backend(), &sizes)?;
@@ -160,17 +161,17 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     }
 
     /// Waits for the updated weights of the last step. Required before any use of the weights except the next step.
-    pub fn wait_for_weights(&mut self, model: &mut Model<B, T>) -> Result<()> {
+    pub fn wait_for_weights(&mut self, model: &mut Model<B>) -> Result<()> {
         Ok(self.data_parallel.wait_for_all_weights(model.weights_mut())?)
     }
 
     /// Computes a step on the samples from `first` on, and applies it within the limits of `update`. A step beyond the
     /// limits does not change the weights and the optimiser's state. With several data ranks, the weights are complete
     /// only after [`Self::wait_for_weights`].
-    pub fn step<M: Element>(
+    pub fn step(
         &mut self,
-        model: &mut Model<B, T>,
-        optimizer: &mut OptimizerState<B, M>,
+        model: &mut Model<B>,
+        optimizer: &mut OptimizerState<B>,
         read: impl ReadSample + Send,
         first: u64,
         update: Update,
@@ -179,11 +180,11 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         backend.install(|| self.compute_and_apply(&backend, model, optimizer, read, first, update))
     }
 
-    fn compute_and_apply<M: Element>(
+    fn compute_and_apply(
         &mut self,
         backend: &B,
-        model: &mut Model<B, T>,
-        optimizer: &mut OptimizerState<B, M>,
+        model: &mut Model<B>,
+        optimizer: &mut OptimizerState<B>,
         read: impl ReadSample,
         first: u64,
         update: Update,
@@ -222,20 +223,20 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     }
 
     /// Computes a step and its gradients without an update. Passes the activations of its passes to `observer`.
-    pub fn measure<M: Element>(
+    pub fn measure(
         &mut self,
-        model: &mut Model<B, T>,
-        optimizer: &OptimizerState<B, M>,
+        model: &mut Model<B>,
+        optimizer: &OptimizerState<B>,
         read: impl ReadSample + Send,
         first: u64,
-        observer: &mut (dyn Observer<B, T> + Send),
+        observer: &mut (dyn Observer<B> + Send),
     ) -> Result<StepResult> {
         let backend = model.backend().clone();
         backend.install(|| self.compute(&backend, model, optimizer, read, first, observer))
     }
 
     /// Returns the norm of each local tensor's gradient of the last step, before clipping, in the order of the model.
-    pub fn gradient_norms(&self, model: &Model<B, T>) -> Result<Vec<TensorGradient>> {
+    pub fn gradient_norms(&self, model: &Model<B>) -> Result<Vec<TensorGradient>> {
         let (backend, layout) = (model.backend(), model.layout());
         let layers = model.config().num_hidden_layers;
         let mut norms = Vec::new();
@@ -243,7 +244,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         for (flat, segment) in layout.segments().filter(|(_, segment)| segment.counted) {
             sums.zero(backend)?;
             let gradient = self.gradients.view(flat, segment.range.clone());
-            backend.squared_norms(&[gradient], sums.squared_norm_mut())?;
+            squared_norms(backend, &[gradient], sums.squared_norm_mut())?;
             let squares = sums.read(backend)?.squared_norm;
             let block = (0..layers).find(|&layer| layout.block_index(layer) == flat);
             let name = segment.name.clone();
@@ -253,14 +254,14 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     }
 
     /// Computes the passes of a step and the sums over all ranks.
-    fn compute<M: Element>(
+    fn compute(
         &mut self,
         backend: &B,
-        model: &mut Model<B, T>,
-        optimizer: &OptimizerState<B, M>,
+        model: &mut Model<B>,
+        optimizer: &OptimizerState<B>,
         read: impl ReadSample,
         first: u64,
-        observer: &mut dyn Observer<B, T>,
+        observer: &mut dyn Observer<B>,
     ) -> Result<StepResult> {
         // Each rank counts the targets of the whole step, so that ranks need not wait for each other's counts.
         let step = first..first.saturating_add(self.config.batch_sequences());
@@ -294,11 +295,11 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     fn passes(
         &mut self,
         backend: &B,
-        model: &mut Model<B, T>,
+        model: &mut Model<B>,
         read: impl ReadSample,
         first: u64,
         targets: f64,
-        observer: &mut dyn Observer<B, T>,
+        observer: &mut dyn Observer<B>,
     ) -> Result<()> {
         let distillation = self.config.distillation;
         let (weights, count) = (self.config.auxiliary_weights, self.config.micro_batches as f64);
@@ -327,7 +328,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 }
                 let _forward = span::enter_numbered("forward", number);
                 let data_parallel = &mut self.data_parallel;
-                let mut wait = |weights: &mut FlatBuffers<B, T>, flat| {
+                let mut wait = |weights: &mut FlatBuffers<B>, flat| {
                     data_parallel.wait_for_weights(weights, flat)
                 };
                 let (activations, sums) = (&mut self.activations, &mut self.sums);
@@ -340,7 +341,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 let _backward = span::enter_numbered("backward", number);
                 let last = pass.micro_batch + 1 == self.own.len();
                 let data_parallel = &mut self.data_parallel;
-                let mut complete = |gradients: &mut FlatBuffers<B, G>, flat| {
+                let mut complete = |gradients: &mut FlatBuffers<B>, flat| {
                     data_parallel.start_gradients(gradients, flat)
                 };
                 model.backward_chunk(
@@ -399,7 +400,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     }
 }
 
-fn stage_of<B: Backend, T: Element>(model: &Model<B, T>) -> pipeline_schedule::PipelineStage {
+fn stage_of<B: Backend>(model: &Model<B>) -> pipeline_schedule::PipelineStage {
     let parallel = model.parallel();
     pipeline_schedule::PipelineStage {
         number: parallel.stage(),

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use moh_hf::ConfigFile;
 use moh_kernels::adamw::{AdamW, AdamWUpdate};
-use moh_kernels::{Backend, Cpu, Element};
+use moh_kernels::{Backend, Cpu, ElementType, for_element};
 use moh_model::{
     Activations, Architecture, AuxiliaryLosses, Error, FlatBuffers, HeadCounts, LossConfig, Model,
     ModelConfig, ModelLayout, MohConfig, PassShape, Recompute, RopeConfig, RouterKind, Segment,
@@ -83,8 +83,8 @@ pub fn weights(config: &ModelConfig) -> Weights {
 }
 
 /// Returns a model with these weights, for 32 positions.
-pub fn model_of(config: ModelConfig, weights: &Weights) -> Model<Cpu, f32> {
-    Model::new::<Error>(Cpu, config, 32, |segment, values| {
+pub fn model_of(config: ModelConfig, weights: &Weights) -> Model<Cpu> {
+    Model::new::<Error>(Cpu, ElementType::F32, config, 32, |segment, values| {
         values.copy_from_slice(&weights[&segment.name]);
         Ok(())
     })
@@ -92,16 +92,12 @@ pub fn model_of(config: ModelConfig, weights: &Weights) -> Model<Cpu, f32> {
 }
 
 /// Returns a model with the weights of [`fill`].
-pub fn model<B: Backend, T: Element>(backend: B, config: ModelConfig) -> Model<B, T> {
-    Model::new::<Error>(backend, config, 64, fill).unwrap()
+pub fn model<B: Backend>(backend: B, element: ElementType, config: ModelConfig) -> Model<B> {
+    Model::new::<Error>(backend, element, config, 64, fill).unwrap()
 }
 
 /// Uploads the micro-batch `number`, in documents of 23 tokens and the rest of each sequence.
-pub fn upload<B: Backend, T: Element>(
-    backend: &B,
-    activations: &mut Activations<B, T>,
-    number: u32,
-) {
+pub fn upload<B: Backend>(backend: &B, activations: &mut Activations<B>, number: u32) {
     let (tokens, length) = (activations.shape().tokens() as u32, activations.shape().length as u32);
     let ids: Vec<u32> = (0..tokens).map(|i| (i * 37 + i * i + number) % VOCABULARY).collect();
     let targets: Vec<u32> = ids.iter().map(|id| (id * 7 + 3) % VOCABULARY).collect();
@@ -118,14 +114,14 @@ pub const SHAPE: PassShape = PassShape {
     document_mask: true,
 };
 /// Runs a training pass over the first micro-batch. Returns the gradients and sums.
-pub fn pass<B: Backend + Clone, T: Element>(
-    model: &mut Model<B, T>,
+pub fn pass<B: Backend + Clone>(
+    model: &mut Model<B>,
     shape: PassShape,
-) -> (Activations<B, T>, FlatBuffers<B, f32>, Sums) {
+) -> (Activations<B>, FlatBuffers<B>, Sums) {
     let backend = model.backend().clone();
     let mut activations = Activations::new(model, shape).unwrap();
     upload(&backend, &mut activations, 0);
-    let mut gradients = FlatBuffers::zeros(&backend, model.layout()).unwrap();
+    let mut gradients = FlatBuffers::zeros(&backend, ElementType::F32, model.layout()).unwrap();
     let mut sums = StepSums::new(&backend).unwrap();
     model.forward_backward(&mut activations, &mut gradients, SCALE, &mut sums).unwrap();
     let sums = sums.take(&backend).unwrap();
@@ -151,33 +147,42 @@ pub const ADAMW: AdamW = AdamW {
 
 /// Updates all weights by AdamW, with the norm of `gradients`. `moments` are the first and the
 /// second moments.
-pub fn update<B: Backend + Clone, T: Element, G: Element>(
-    model: &mut Model<B, T>,
+pub fn update<B: Backend + Clone>(
+    model: &mut Model<B>,
     step: &AdamW,
-    gradients: &FlatBuffers<B, G>,
-    moments: &mut [FlatBuffers<B, G>; 2],
+    gradients: &FlatBuffers<B>,
+    moments: &mut [FlatBuffers<B>; 2],
     sums: &mut StepSums<B>,
 ) {
     let backend = model.backend().clone();
     let segments = model.layout().segments();
-    let parts: Vec<_> =
-        segments.map(|(flat, segment)| gradients.view(flat, segment.range.clone())).collect();
-    backend.squared_norms(&parts, sums.squared_norm_mut()).unwrap();
+    for (flat, segment) in segments {
+        let part = gradients.view(flat, segment.range.clone());
+        for_element!(G: part.element() => {
+            backend.squared_norms::<G>(&[part.typed()], sums.squared_norm_mut())
+        })
+        .unwrap();
+    }
     let squared_norm = sums.read(&backend).unwrap().squared_norm;
     let step = &AdamW { grad_norm: squared_norm.sqrt(), ..*step };
     let [first, second] = moments;
     for flat in 0..model.layout().flats.len() {
         let all = 0..model.layout().flats[flat].len;
-        backend
-            .adamw(AdamWUpdate {
+        let gradients = gradients.view(flat, all.clone());
+        let weights = model.weights_mut().view_mut(flat, all.clone());
+        let first_moment = first.view_mut(flat, all.clone());
+        let (weight, gradient) = (weights.element(), gradients.element());
+        for_element!(T: weight, G: gradient, M: first_moment.element() => {
+            backend.adamw::<T, G, M>(AdamWUpdate {
                 step,
-                gradients: gradients.view(flat, all.clone()),
-                weights: model.weights_mut().view_mut(flat, all.clone()),
+                gradients: gradients.typed(),
+                weights: weights.typed(),
                 remainder: None,
-                first_moment: first.view_mut(flat, all.clone()),
-                second_moment: second.view_mut(flat, all),
+                first_moment: first_moment.typed(),
+                second_moment: second.view_mut(flat, all).typed(),
             })
-            .unwrap();
+        })
+        .unwrap();
     }
 }
 

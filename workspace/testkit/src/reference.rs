@@ -49,7 +49,7 @@ pub struct Routed {
 
 impl Reference {
     /// Creates a model with these weights, as the reference of `model`.
-    pub fn of(model: &Model<Cpu, f32>) -> Self {
+    pub fn of(model: &Model<Cpu>) -> Self {
         let weights = model.layout().segments().map(|(flat, segment)| {
             let values = model.weights().read(&Cpu, flat, segment).unwrap();
             let values = values.iter().map(|&value| f64::from(value)).collect();
@@ -192,8 +192,8 @@ impl Reference {
     #[track_caller]
     pub fn check(
         &self,
-        model: &Model<Cpu, f32>,
-        gradients: &FlatBuffers<Cpu, f32>,
+        model: &Model<Cpu>,
+        gradients: &FlatBuffers<Cpu>,
         sums: Sums,
         expected: &Pass,
     ) {
@@ -209,8 +209,8 @@ impl Reference {
     #[track_caller]
     pub fn check_gradients(
         &self,
-        model: &Model<Cpu, f32>,
-        gradients: &FlatBuffers<Cpu, f32>,
+        model: &Model<Cpu>,
+        gradients: &FlatBuffers<Cpu>,
         expected: &Pass,
     ) {
         let balance =

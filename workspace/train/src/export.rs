@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use moh_checkpoint::{RunDirectory, RunState, StoredCheckpoint};
 use moh_hf::check_destination;
 use moh_hf::model_directory::{Contents, DEFAULT_SHARD_BYTES, Sink, TensorSpec, write_model};
-use moh_kernels::{Backend, Element};
+use moh_kernels::Backend;
 use moh_model::{Model, ModelLayout};
 use moh_recipe::Recipe;
 use moh_step::TensorKind;
@@ -34,11 +34,11 @@ impl<E: Into<Error>> From<E> for Ended {
 /// Writes the model to the run's `export/`, in its training dtype. Adds the source model's tokenizer and generation
 /// files, and a card of the training. Replaces an older export once the new one is complete. Tensors of other ranks are
 /// read from the last checkpoint. Calls `go_on` before each tensor.
-pub(crate) fn write<B: Backend, T: Element>(
+pub(crate) fn write<B: Backend>(
     run: &RunDirectory,
     source: &ModelSource,
     recipe: &Recipe,
-    model: &Model<B, T>,
+    model: &Model<B>,
     state: &RunState,
     go_on: &mut dyn FnMut() -> Result<bool>,
 ) -> Result<Exported> {
@@ -109,7 +109,7 @@ fn stored_values(stored: &StoredCheckpoint, path: &Path, spec: &TensorSpec) -> R
 }
 
 /// Returns the elements of a tensor of a whole model; an empty list for a tensor that the model does not have.
-fn own_values<B: Backend, T: Element>(model: &Model<B, T>, spec: &TensorSpec) -> Result<Vec<f32>> {
+fn own_values<B: Backend>(model: &Model<B>, spec: &TensorSpec) -> Result<Vec<f32>> {
     let mut segments = model.layout().segments();
     match segments.find(|(_, segment)| segment.name == spec.name) {
         Some((flat, segment)) => Ok(model.weights().read(model.backend(), flat, segment)?),

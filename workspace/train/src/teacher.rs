@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use moh_checkpoint::run_directory::{CheckpointName, RunCheckpoint};
 use moh_data::TokenizerFile;
 use moh_hf::{ConfigFile, StoredModel};
-use moh_kernels::{Backend, Element};
+use moh_kernels::Backend;
 use moh_model::tensors::has_vocabulary_rows;
 use moh_model::{Distillation, Model, ModelConfig, PassShape, Segment, Teacher};
 use moh_recipe::{DistillOptions, Recipe, START, Stage};
@@ -156,17 +156,18 @@ impl TeacherSource {
     }
 
     /// Loads the teacher of `student`, of a run that starts from `source`, for its passes of shape `pass`.
-    pub fn load<B: Backend + Clone, T: Element>(
+    pub fn load<B: Backend + Clone>(
         &self,
         source: &ModelSource,
-        student: &Model<B, T>,
+        student: &Model<B>,
         pass: PassShape,
         distillation: Distillation,
-    ) -> Result<Teacher<B, T>> {
+    ) -> Result<Teacher<B>> {
         let parallel = student.parallel().of_frozen(&self.config)?;
         let (backend, config) = (student.backend().clone(), self.config.clone());
         let fill = |segment: &Segment, values: &mut [f32]| self.fill(source, segment, values);
-        let model = Model::of_part(backend, config, student.positions(), parallel, 1, fill)?;
+        let (element, positions) = (student.element(), student.positions());
+        let model = Model::of_part(backend, element, config, positions, parallel, 1, fill)?;
         Ok(Teacher::new(model, pass, self.rows, distillation.temperature)?)
     }
 

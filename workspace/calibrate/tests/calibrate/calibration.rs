@@ -6,7 +6,7 @@ use crate::support::{LENGTH, Layers, config, moh, run_on, source, tokens, with_m
 use moh_calibrate::{
     Calibration, CalibrationOptions, Error, FoundLayer, LayerCalibration, Losses, Watch, calibrate,
 };
-use moh_kernels::{Cpu, DType};
+use moh_kernels::{Cpu, DType, ElementType};
 use moh_model::{
     HeadCounts, Model, ModelConfig, MohConfig, RouterKind, SharedChoice, SharedHeadSets,
 };
@@ -50,7 +50,7 @@ fn loss(
     let config = ModelConfig { moh, ..config.clone() };
     let mut read = source(&config);
     let mut model =
-        Model::<Cpu, f32>::new::<Error>(Cpu, config.clone(), LENGTH, |segment, values| {
+        Model::new::<Error>(Cpu, ElementType::F32, config.clone(), LENGTH, |segment, values| {
             read(&segment.name, values)?;
             if segment.name.ends_with("router.stages.weight") {
                 values.fill(0.0);

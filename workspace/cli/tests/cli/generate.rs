@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use moh_kernels::Cpu;
+use moh_kernels::{Cpu, ElementType};
 use moh_model::Generator;
 use moh_testkit::options::take_negative_numbers;
 use moh_testkit::programs::{
@@ -85,7 +85,8 @@ fn rows_that_pad_the_vocabulary_are_never_chosen() {
             row[..4].copy_from_slice(&weight.to_le_bytes());
         }
     });
-    let model = moh_program::models::load::<Cpu, f32>(Cpu, &dir.path().join("source"), 3).unwrap();
+    let model =
+        moh_program::models::load(Cpu, ElementType::F32, &dir.path().join("source"), 3).unwrap();
     let logits = Generator::new(&model, 3).unwrap().extend(&[1, 2, 3]).unwrap();
     let largest = |row: &[f32]| (0..VOCABULARY).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap();
     assert!(largest(&logits) >= WORDS, "the test's own premise");

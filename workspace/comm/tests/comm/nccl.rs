@@ -34,7 +34,7 @@ impl Rank<'_> {
         elements
     }
 
-    fn check<S: Scalar>(&self, from: impl Fn(f32) -> S) {
+    fn check<S: Stored>(&self, from: impl Fn(f32) -> S) {
         let (group, rank, size) = (self.group, self.group.rank(), self.group.size());
         let len = CHUNK * size;
         let of = |rank| (0..len).map(|at| from(element(rank, at))).collect::<Vec<S>>();
@@ -46,12 +46,13 @@ impl Rank<'_> {
         group.all_reduce::<Cuda, S>(Cuda::view_mut(&mut buffer, 0..len), Reduce::Sum).unwrap();
         assert_eq!(self.elements(&buffer), sums);
 
-        let pending = group.start_reduce_scatter::<Cuda, S>(self.buffer(&of(rank)), Reduce::Sum);
-        let buffer = pending.unwrap().wait().unwrap();
+        let buffer = S::any_buffer::<Cuda>(self.buffer(&of(rank)));
+        let pending = group.start_reduce_scatter(buffer, Reduce::Sum);
+        let buffer = pending.unwrap().wait().unwrap().into_typed::<S>();
         assert_eq!(self.elements(&buffer)[own.clone()], sums[own]);
 
-        let pending = group.start_all_gather::<Cuda, S>(buffer).unwrap();
-        let mut buffer = pending.wait().unwrap();
+        let pending = group.start_all_gather(S::any_buffer::<Cuda>(buffer)).unwrap();
+        let mut buffer = pending.wait().unwrap().into_typed::<S>();
         assert_eq!(self.elements(&buffer), sums);
 
         for root in 0..size {

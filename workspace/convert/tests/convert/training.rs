@@ -11,7 +11,7 @@ use moh_convert::{Calibrated, ConversionOptions, Receipt, TargetAttention, conve
 use moh_data::{TokenFile, Windows};
 use moh_hf::{ConfigFile, StoredModel, WeightFiles, write_random_model};
 use moh_kernels::open_device::OpenDevice;
-use moh_kernels::{Cpu, DType};
+use moh_kernels::{Cpu, DType, ElementType};
 use moh_model::{HeadCounts, Model, MohConfig, RouterKind, SharedChoice};
 use moh_recipe::{AttentionKind, Recipe};
 use moh_step::{EvaluationText, Evaluator};
@@ -382,7 +382,7 @@ fn an_interrupted_calibration_goes_on_behind_its_layers() {
 
 pub fn loss(directory: &Path, windows: &Windows) -> f64 {
     let stored = StoredModel::open(directory).unwrap();
-    let mut model: Model<Cpu, f32> = stored.load(Cpu, windows.length()).unwrap();
+    let mut model: Model<Cpu> = stored.load(Cpu, ElementType::F32, windows.length()).unwrap();
     let text = EvaluationText { windows, count: windows.len(), decoded_bytes: None };
     let mut evaluator = Evaluator::new(&model, 4, windows.length()).unwrap();
     evaluator.evaluate(&mut model, text, None, &mut |_, _| {}).unwrap().loss

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use moh_kernels::attention::Span;
 use moh_kernels::sampling::{RowChoice, RowRequest, SampleArgs};
-use moh_kernels::{Backend, Element};
+use moh_kernels::{AnyBuffer, Backend, for_element};
 
 use super::heads::PassHeads;
 use super::packed::PackedWeights;
@@ -77,22 +77,22 @@ struct Sequence {
 ///
 /// The results of a sequence do not depend on the others, nor on the division of its prompt into passes. On the CPU
 /// they are equal to the bit, unless [`BatchOptions::independent`] is false.
-pub struct BatchGenerator<'a, B: Backend, T: Element> {
-    model: &'a Model<B, T>,
+pub struct BatchGenerator<'a, B: Backend> {
+    model: &'a Model<B>,
     options: BatchOptions,
     packed: Option<PackedWeights<B>>,
     pool: BlockPool,
-    cache: Vec<LayerCache<B, T>>,
+    cache: Vec<LayerCache<B>>,
     sequences: BTreeMap<SequenceId, Sequence>,
     next: u64,
     inputs: PassInputs<B>,
-    stream: [B::Buffer<T>; 2],
-    blocks: Blocks<B, T>,
-    scratch: Scratch<B, T>,
-    normed: Normed<B, T>,
+    stream: [AnyBuffer<B>; 2],
+    blocks: Blocks<B>,
+    scratch: Scratch<B>,
+    normed: Normed<B>,
     /// The normed rows with wanted logits, and their logits. The buffer of logits grows with the number of rows.
-    rows: B::Buffer<T>,
-    logits: B::Buffer<T>,
+    rows: AnyBuffer<B>,
+    logits: AnyBuffer<B>,
     /// Cosines and sines of all positions, `[positions, D / 2]` each.
     angles: [Vec<f32>; 2],
 }
@@ -118,12 +118,12 @@ struct PassTokens {
     spans: Vec<Span>,
 }
 
-impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
+impl<'a, B: Backend> BatchGenerator<'a, B> {
     /// Allocates the buffers.
     ///
     /// # Errors
     /// Fails if the device is out of memory, if the model is a part, and if a size is 0.
-    pub fn new(model: &'a Model<B, T>, options: BatchOptions) -> Result<Self> {
+    pub fn new(model: &'a Model<B>, options: BatchOptions) -> Result<Self> {
         let BatchOptions { pass_tokens, blocks, block_length, pack_weights, .. } = options;
         if !model.is_whole() {
             return Err(Error::divided());
@@ -136,9 +136,8 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         }
         let (backend, config) = (&model.backend, &model.config);
         let cached = blocks * block_length * config.key_value_width();
-        let layer = || {
-            Ok(LayerCache { keys: backend.allocate(cached)?, values: backend.allocate(cached)? })
-        };
+        let zeros = |len| AnyBuffer::zeros(backend, model.element(), len);
+        let layer = || Ok(LayerCache { keys: zeros(cached)?, values: zeros(cached)? });
         let width = pass_tokens * config.hidden_size;
         let shape = PassShape::evaluation(1, pass_tokens, Recompute::Block);
         let sizes = model.pass_sizes(shape)?;
@@ -160,18 +159,18 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
                 generated: backend.allocate(3 * pass_tokens)?,
                 rope: RopeTables::zeros(backend, config.head_dim, pass_tokens)?,
             },
-            stream: [backend.allocate(width)?, backend.allocate(width)?],
+            stream: [zeros(width)?, zeros(width)?],
             blocks: Blocks::new(backend, &sizes, config.num_hidden_layers)?,
             scratch: Scratch::new(backend, &sizes)?,
             normed: Normed::new(backend, &sizes)?,
-            rows: backend.allocate(width)?,
-            logits: backend.allocate(config.vocab_size)?,
+            rows: zeros(width)?,
+            logits: zeros(config.vocab_size)?,
             angles: [cos, sin],
         })
     }
 
     /// Returns the bytes of the packed copies of a model's weights.
-    pub fn packed_bytes(model: &Model<B, T>) -> u64 {
+    pub fn packed_bytes(model: &Model<B>) -> u64 {
         super::packed::packed_bytes(model)
     }
 
@@ -258,7 +257,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
         let vocabulary = self.model.config.vocab_size;
         let elements = logits_of(chunks) * vocabulary;
         let all = self.compute_pass(chunks, None, |generator| {
-            generator.model.to_host(B::view(&generator.logits, 0..elements), elements)
+            Ok(generator.logits.view(0..elements).to_f32(&generator.model.backend)?)
         })?;
         let mut rest = &all[..];
         let of_chunk = |chunk: &Chunk| {
@@ -289,12 +288,13 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
             return Err(Error::Invalid(reason));
         }
         let choices = self.compute_pass(chunks, heads, |generator| {
-            Ok(generator.model.backend.sample(SampleArgs {
+            let logits = generator.logits.view(0..wanted * vocabulary);
+            Ok(for_element!(T: logits.element() => generator.model.backend.sample::<T>(SampleArgs {
                 vocabulary,
                 known: known.min(vocabulary),
-                logits: B::view(&generator.logits, 0..wanted * vocabulary),
+                logits: logits.typed(),
                 rows: requests,
-            })?)
+            }))?)
         })?;
         let mut choices = choices.into_iter();
         Ok(chunks.iter().map(|chunk| choices.by_ref().take(chunk.logits).collect()).collect())
@@ -505,21 +505,21 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
             if rows.is_empty() {
                 continue;
             }
-            let source = B::view(&self.normed.y, rows.start * width..rows.end * width);
+            let source = self.normed.y.view(rows.start * width..rows.end * width);
             let place = count * width..(count + rows.len()) * width;
-            model.backend.copy(source, B::view_mut(&mut self.rows, place))?;
+            self.rows.view_mut(place).copy_from(&model.backend, source)?;
             count += rows.len();
         }
         if count == 0 {
             return Ok(());
         }
         let elements = count * model.config.vocab_size;
-        if B::len(&self.logits) < elements {
-            self.logits = model.backend.allocate(elements)?;
+        if self.logits.len() < elements {
+            self.logits = AnyBuffer::zeros(&model.backend, model.element(), elements)?;
         }
         let tokens = tokens_of(model, count, self.options.independent);
         let cx = Context { packed: self.packed.as_ref(), ..model.context(tokens) };
-        let rows = B::view(&self.rows, 0..count * width);
+        let rows = self.rows.view(0..count * width);
         model.layers.head.linear.forward(&cx, rows, None, &mut self.logits)
     }
 
@@ -541,11 +541,7 @@ impl<'a, B: Backend, T: Element> BatchGenerator<'a, B, T> {
 }
 
 /// Returns `count` tokens, for layers of all heads.
-fn tokens_of<'t, B: Backend, T: Element>(
-    model: &Model<B, T>,
-    count: usize,
-    independent: bool,
-) -> Tokens<'t, B> {
+fn tokens_of<'t, B: Backend>(model: &Model<B>, count: usize, independent: bool) -> Tokens<'t, B> {
     let shape = model.parallel.part().tensor.qkv_shape(&model.config, 1, count);
     Tokens { independent, ..Tokens::whole(shape) }
 }

@@ -6,7 +6,7 @@ mod heads;
 mod packed;
 mod pool;
 
-use moh_kernels::{Backend, Element};
+use moh_kernels::Backend;
 
 pub use batch::{BatchGenerator, BatchOptions, Chunk, SequenceId};
 pub use heads::PassHeads;
@@ -15,25 +15,25 @@ pub(crate) use packed::PackedWeights;
 use crate::{Error, Model, Result, Sampler};
 
 /// Generates one sequence.
-pub struct Generator<'a, B: Backend, T: Element> {
-    batch: BatchGenerator<'a, B, T>,
+pub struct Generator<'a, B: Backend> {
+    batch: BatchGenerator<'a, B>,
     sequence: Option<SequenceId>,
     position: usize,
     capacity: usize,
 }
 
-impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
+impl<'a, B: Backend> Generator<'a, B> {
     /// Allocates the buffers of a sequence of up to `capacity` tokens.
     ///
     /// # Errors
     /// Fails if the device is out of memory, and if the model has fewer positions than `capacity` or is a part.
-    pub fn new(model: &'a Model<B, T>, capacity: usize) -> Result<Self> {
+    pub fn new(model: &'a Model<B>, capacity: usize) -> Result<Self> {
         Self::with_options(model, capacity, BatchOptions::for_tokens(capacity))
     }
 
     /// Returns a generator with the given sizes of passes and blocks.
     pub fn with_options(
-        model: &'a Model<B, T>,
+        model: &'a Model<B>,
         capacity: usize,
         options: BatchOptions,
     ) -> Result<Self> {

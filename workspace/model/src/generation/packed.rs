@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use moh_kernels::{Backend, Element, View};
+use moh_kernels::{Backend, View, for_element};
 
 use crate::layers::Linear;
 use crate::parameters::ParameterRange;
@@ -16,14 +16,17 @@ pub(crate) struct PackedWeights<B: Backend> {
 
 impl<B: Backend> PackedWeights<B> {
     /// Packs the weights of all linear layers.
-    pub fn new<T: Element>(model: &Model<B, T>) -> Result<Self> {
+    pub fn new(model: &Model<B>) -> Result<Self> {
         let (backend, mut weights) = (&model.backend, HashMap::new());
         for Linear { weight, outputs, inputs } in model.layers.linear_layers() {
-            let len = backend.packed_len::<T>(inputs, outputs);
+            let len = packed_len(model, inputs, outputs);
             if len > 0 {
                 let mut packed = backend.allocate(len)?;
                 let source = model.weights.get(&weight);
-                backend.pack_weight::<T>(inputs, source, B::whole_mut(&mut packed))?;
+                let into = B::whole_mut(&mut packed);
+                for_element!(T: source.element() => {
+                    backend.pack_weight::<T>(inputs, source.typed(), into)
+                })?;
                 weights.insert(weight, packed);
             }
         }
@@ -36,9 +39,13 @@ impl<B: Backend> PackedWeights<B> {
     }
 }
 
-pub(crate) fn packed_bytes<B: Backend, T: Element>(model: &Model<B, T>) -> u64 {
+pub(crate) fn packed_bytes<B: Backend>(model: &Model<B>) -> u64 {
     let bytes = |Linear { inputs, outputs, .. }: Linear| {
-        (model.backend.packed_len::<T>(inputs, outputs) * size_of::<u32>()) as u64
+        (packed_len(model, inputs, outputs) * size_of::<u32>()) as u64
     };
     model.layers.linear_layers().map(bytes).sum()
+}
+
+fn packed_len<B: Backend>(model: &Model<B>, inputs: usize, outputs: usize) -> usize {
+    for_element!(T: model.element() => model.backend.packed_len::<T>(inputs, outputs))
 }

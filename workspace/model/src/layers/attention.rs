@@ -11,7 +11,7 @@ use moh_kernels::attention::{
 };
 use moh_kernels::key_value_cache::KeyValueAppend;
 use moh_kernels::router::Routing;
-use moh_kernels::{Accumulation, Backend, Element, Memory, View};
+use moh_kernels::{Accumulation, AnyBuffer, AnyView, Backend, Element, Memory, for_element};
 
 use super::{
     ActivationGradients, BackwardContext, Context, Linear, ResidualSum, Rotation, RouterLayer,
@@ -34,41 +34,41 @@ pub(crate) struct Attention {
 
 /// The activations of attention for its backward pass that are expensive to recompute. With tensor parallelism H and G
 /// are the rank's local heads.
-pub(crate) struct SavedAttention<M: Memory, T: Element> {
+pub(crate) struct SavedAttention<M: Memory> {
     /// Queries, keys and values, `[N, (H + 2G) D]`: rotated if the rotation is in place, otherwise as projected.
-    pub qkv: M::Buffer<T>,
+    pub qkv: AnyBuffer<M>,
     /// Attention's output before the output projection, `[N, H D]`.
-    pub attended: M::Buffer<T>,
+    pub attended: AnyBuffer<M>,
     /// Log-sum-exp of attention's scores, `[N, H]`.
     pub log_sum_exp: M::Buffer<f32>,
     /// The routing, in a model with a router.
     pub routing: Option<Routing<M>>,
     /// The logits of a router by logits; in the backward pass their gradients.
-    pub logits: M::Buffer<T>,
+    pub logits: AnyBuffer<M>,
 }
 
-impl<M: Memory, T: Element> SavedAttention<M, T> {
+impl<M: Memory> SavedAttention<M> {
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         let (share, config, tokens) = (sizes.share(), sizes.config, sizes.tokens());
         Ok(SavedAttention {
-            qkv: memory.allocate(tokens * sizes.qkv().row())?,
-            attended: memory.allocate(tokens * share.query_width(config))?,
+            qkv: sizes.zeros(memory, tokens * sizes.qkv().row())?,
+            attended: sizes.zeros(memory, tokens * share.query_width(config))?,
             log_sum_exp: memory.allocate(tokens * share.heads(config).local())?,
             routing: sizes.routing.map(|shape| Routing::new(memory, shape)).transpose()?,
-            logits: memory.allocate(sizes.routing.map_or(0, |shape| tokens * shape.logits))?,
+            logits: sizes.zeros(memory, sizes.routing.map_or(0, |shape| tokens * shape.logits))?,
         })
     }
 }
 
 /// Keys and values of one layer's past tokens, `[blocks, G, block_length, D]` each.
-pub(crate) struct LayerCache<B: Backend, T: Element> {
-    pub keys: B::Buffer<T>,
-    pub values: B::Buffer<T>,
+pub(crate) struct LayerCache<B: Backend> {
+    pub keys: AnyBuffer<B>,
+    pub values: AnyBuffer<B>,
 }
 
 /// The cache of a layer in a pass of generation, and the places of the pass's tokens in it.
-pub(crate) struct CachedTokens<'a, B: Backend, T: Element> {
-    pub layer: &'a mut LayerCache<B, T>,
+pub(crate) struct CachedTokens<'a, B: Backend> {
+    pub layer: &'a mut LayerCache<B>,
     /// The place of each token in the cache, `[N]` or more.
     pub rows: &'a B::Buffer<u32>,
     /// The sequences' blocks: the first `blocks` entries.
@@ -81,12 +81,12 @@ pub(crate) struct CachedTokens<'a, B: Backend, T: Element> {
     pub spans: &'a [Span],
 }
 
-pub(crate) struct AttentionBuffers<'a, B: Backend, T: Element> {
-    pub saved: &'a mut SavedAttention<B, T>,
+pub(crate) struct AttentionBuffers<'a, B: Backend> {
+    pub saved: &'a mut SavedAttention<B>,
     /// The copy of [`Rotation::NormedRope`]; empty with rotation in place.
-    pub rotated: &'a mut B::Buffer<T>,
+    pub rotated: &'a mut AnyBuffer<B>,
     /// Only in generation.
-    pub cache: Option<CachedTokens<'a, B, T>>,
+    pub cache: Option<CachedTokens<'a, B>>,
 }
 
 impl Attention {
@@ -109,13 +109,13 @@ impl Attention {
     }
 
     /// Adds attention of `x`, `[M, C]`, to the residual stream.
-    pub fn forward<B: Backend, T: Element>(
+    pub fn forward<B: Backend>(
         &self,
-        cx: &Context<'_, B, T>,
-        x: &B::Buffer<T>,
-        mut buffers: AttentionBuffers<'_, B, T>,
-        scratch: &mut Scratch<B, T>,
-        sum: ResidualSum<'_, B, T>,
+        cx: &Context<'_, B>,
+        x: &AnyBuffer<B>,
+        mut buffers: AttentionBuffers<'_, B>,
+        scratch: &mut Scratch<B>,
+        sum: ResidualSum<'_, B>,
     ) -> Result<()> {
         let gathered = &mut scratch.gathered;
         let x = self.project(cx, x, buffers.saved, gathered)?;
@@ -126,25 +126,25 @@ impl Attention {
     }
 
     /// Adds the output projection of the heads' outputs from [`Self::attend`] to the residual stream.
-    pub fn project_output<B: Backend, T: Element>(
+    pub fn project_output<B: Backend>(
         &self,
-        cx: &Context<'_, B, T>,
-        saved: &SavedAttention<B, T>,
-        gathered: &mut Option<B::Buffer<T>>,
-        sum: ResidualSum<'_, B, T>,
+        cx: &Context<'_, B>,
+        saved: &SavedAttention<B>,
+        gathered: &mut Option<AnyBuffer<B>>,
+        sum: ResidualSum<'_, B>,
     ) -> Result<()> {
-        let attended = B::view(&saved.attended, 0..cx.num_tokens() * self.output.inputs);
+        let attended = saved.attended.view(0..cx.num_tokens() * self.output.inputs);
         self.output.add_to_stream(cx, attended, gathered, sum)
     }
 
     /// Computes queries, keys and values of `x`, `[M, C]`, before RoPE. Returns `x` of all tokens, `[N, C]`.
-    pub fn project<'v, B: Backend, T: Element>(
+    pub fn project<'v, B: Backend>(
         &self,
-        cx: &Context<'_, B, T>,
-        x: &'v B::Buffer<T>,
-        saved: &mut SavedAttention<B, T>,
-        gathered: &'v mut Option<B::Buffer<T>>,
-    ) -> Result<View<'v, B, T>> {
+        cx: &Context<'_, B>,
+        x: &'v AnyBuffer<B>,
+        saved: &mut SavedAttention<B>,
+        gathered: &'v mut Option<AnyBuffer<B>>,
+    ) -> Result<AnyView<'v, B>> {
         let x = cx.all_gather(self.qkv.inputs, x, gathered)?;
         self.qkv.forward(cx, x, None, &mut saved.qkv)?;
         Ok(x)
@@ -152,80 +152,84 @@ impl Attention {
 
     /// Computes and returns the outputs of the local heads, `[N, H D]`, from rotated queries and keys. With a router
     /// computes only the heads that a token selected.
-    pub fn attend<'v, B: Backend, T: Element>(
+    pub fn attend<'v, B: Backend>(
         &self,
-        cx: &Context<'_, B, T>,
-        buffers: AttentionBuffers<'v, B, T>,
-    ) -> Result<View<'v, B, T>> {
+        cx: &Context<'_, B>,
+        buffers: AttentionBuffers<'v, B>,
+    ) -> Result<AnyView<'v, B>> {
         let (n, shape) = (cx.num_tokens(), &cx.tokens.shape);
         let AttentionBuffers { saved, rotated, cache } = buffers;
         let SavedAttention { qkv, attended, log_sum_exp, routing, .. } = saved;
         let qkv = self.rotation.rotated(qkv, rotated);
-        let (queries, routing) = (n * self.output.inputs, self.routing(routing.as_ref()));
-        let out = B::view_mut(attended, 0..queries);
+        let (queries, routing) = (0..n * self.output.inputs, self.routing(routing.as_ref()));
         let log_sum_exp = B::view_mut(log_sum_exp, 0..n * shape.heads);
         match cache {
             Some(mut cache) => {
                 append(cx, qkv, &mut cache)?;
                 let generated = cache.spans.iter().filter(|span| !span.is_prompt).count();
-                cx.backend.attention_of_sequences(SequenceAttention {
-                    shape,
-                    sequences: cache.spans,
-                    selection: routing.map(Routing::selection),
-                    score_factor: self.score_factor,
-                    qkv: B::view(qkv, 0..n * shape.row()),
-                    keys: B::whole(&cache.layer.keys),
-                    values: B::whole(&cache.layer.values),
-                    block_table: B::view(cache.block_table, 0..cache.blocks),
-                    generated: B::view(cache.generated, 0..3 * generated),
-                    block_length: cache.block_length,
-                    out,
-                    log_sum_exp,
+                for_element!(T: qkv.element() => {
+                    cx.backend.attention_of_sequences::<T>(SequenceAttention {
+                        shape,
+                        sequences: cache.spans,
+                        selection: routing.map(Routing::selection),
+                        score_factor: self.score_factor,
+                        qkv: qkv.view(0..n * shape.row()).typed(),
+                        keys: cache.layer.keys.whole().typed(),
+                        values: cache.layer.values.whole().typed(),
+                        block_table: B::view(cache.block_table, 0..cache.blocks),
+                        generated: B::view(cache.generated, 0..3 * generated),
+                        block_length: cache.block_length,
+                        out: attended.view_mut(queries.clone()).typed(),
+                        log_sum_exp,
+                    })
                 })?;
             }
-            None => cx.backend.attention_forward(AttentionForward {
-                args: self.args(cx, shape.length, routing),
-                queries: B::view(qkv, 0..n * shape.row()),
-                key_values: key_values(cx, qkv),
-                out,
-                log_sum_exp,
+            None => for_element!(T: qkv.element() => {
+                cx.backend.attention_forward::<T>(AttentionForward {
+                    args: self.args(cx, shape.length, routing),
+                    queries: qkv.view(0..n * shape.row()).typed(),
+                    key_values: key_values(cx, qkv),
+                    out: attended.view_mut(queries.clone()).typed(),
+                    log_sum_exp,
+                })
             })?,
         }
-        Ok(B::view(attended, 0..queries))
+        Ok(attended.view(queries))
     }
 
     /// Computes the gradient of `x` from the gradient of the residual stream, in `d.hidden`, and returns its range.
-    pub fn backward<B: Backend, T: Element, G: Element>(
+    pub fn backward<B: Backend>(
         &self,
-        cx: &mut BackwardContext<'_, B, T, G>,
-        x: &B::Buffer<T>,
-        buffers: AttentionBuffers<'_, B, T>,
-        scratch: &mut Scratch<B, T>,
-        d: &mut ActivationGradients<B, T>,
+        cx: &mut BackwardContext<'_, B>,
+        x: &AnyBuffer<B>,
+        buffers: AttentionBuffers<'_, B>,
+        scratch: &mut Scratch<B>,
+        d: &mut ActivationGradients<B>,
     ) -> Result<Range<usize>> {
         let AttentionBuffers { saved, rotated, .. } = buffers;
         let Scratch { hidden: d_qkv, gathered } = scratch;
         let (n, shape) = (cx.num_tokens(), cx.tokens.shape);
         let (queries, all) = (0..n * self.output.inputs, 0..n * shape.row());
         let d_y = cx.all_gather(self.output.outputs, &d.residual, gathered)?;
-        self.output.backward_weight(cx, B::view(&saved.attended, queries.clone()), d_y)?;
+        self.output.backward_weight(cx, saved.attended.view(queries.clone()), d_y)?;
         self.output.backward_input(cx, d_y, &mut d.hidden, Accumulation::Overwrite)?;
         let routing = self.routing(saved.routing.as_ref());
-        cx.backend.attention_backward(AttentionBackward {
+        let qkv = self.rotation.rotated(&saved.qkv, rotated).whole();
+        for_element!(T: qkv.element() => cx.backend.attention_backward::<T>(AttentionBackward {
             args: self.args(cx, shape.length, routing),
-            qkv: B::whole(self.rotation.rotated(&saved.qkv, rotated)),
-            out: B::whole(&saved.attended),
+            qkv: qkv.typed(),
+            out: saved.attended.whole().typed(),
             log_sum_exp: B::whole(&saved.log_sum_exp),
-            d_out: B::view(&d.hidden, queries),
-            d_qkv: B::view_mut(d_qkv, all.clone()),
+            d_out: d.hidden.view(queries).typed(),
+            d_qkv: d_qkv.view_mut(all.clone()).typed(),
             delta: routing.is_some().then(|| B::whole_mut(&mut d.delta)),
-        })?;
+        }))?;
         self.rotation.backward(cx, self.router.as_ref(), x, saved, d, d_qkv)?;
         let accumulation = match self.router.as_ref().is_some_and(RouterLayer::reads_input) {
             true => Accumulation::Add,
             false => Accumulation::Overwrite,
         };
-        self.qkv.backward(cx, x, B::view(d_qkv, all), gathered, &mut d.hidden, accumulation)
+        self.qkv.backward(cx, x, d_qkv.view(all), gathered, &mut d.hidden, accumulation)
     }
 
     /// Returns the routing of a layer with a router; layers without a router may have an unused buffer.
@@ -235,9 +239,9 @@ impl Attention {
 
     /// Returns the arguments of causal attention of the heads that `routing` selected, or of all heads without a
     /// routing.
-    fn args<'v, B: Backend, T: Element>(
+    fn args<'v, B: Backend>(
         &self,
-        cx: &Context<'v, B, T>,
+        cx: &Context<'v, B>,
         key_length: usize,
         routing: Option<&'v Routing<B>>,
     ) -> AttentionArgs<'v, B> {
@@ -253,33 +257,33 @@ impl Attention {
 
 /// Returns the keys and values of the pass's own tokens.
 fn key_values<'v, B: Backend, T: Element>(
-    cx: &Context<'_, B, T>,
-    qkv: &'v B::Buffer<T>,
+    cx: &Context<'_, B>,
+    qkv: &'v AnyBuffer<B>,
 ) -> KeyValues<'v, B, T> {
     let shape = &cx.tokens.shape;
     let end = shape.tokens() * shape.row();
     let keys = shape.heads * shape.head_dim;
     let values = keys + shape.kv_heads * shape.head_dim;
     KeyValues::Contiguous {
-        keys: B::view(qkv, keys..end),
-        values: B::view(qkv, values..end),
+        keys: qkv.view(keys..end).typed(),
+        values: qkv.view(values..end).typed(),
         row_stride: shape.row(),
     }
 }
 
-fn append<B: Backend, T: Element>(
-    cx: &Context<'_, B, T>,
-    qkv: &B::Buffer<T>,
-    cache: &mut CachedTokens<'_, B, T>,
+fn append<B: Backend>(
+    cx: &Context<'_, B>,
+    qkv: &AnyBuffer<B>,
+    cache: &mut CachedTokens<'_, B>,
 ) -> Result<()> {
     let shape = &cx.tokens.shape;
-    cx.backend.key_value_append(KeyValueAppend {
+    for_element!(T: qkv.element() => cx.backend.key_value_append::<T>(KeyValueAppend {
         shape,
         rows: B::view(cache.rows, 0..shape.tokens()),
         block_length: cache.block_length,
-        qkv: B::view(qkv, 0..shape.tokens() * shape.row()),
-        keys: B::whole_mut(&mut cache.layer.keys),
-        values: B::whole_mut(&mut cache.layer.values),
-    })?;
+        qkv: qkv.view(0..shape.tokens() * shape.row()).typed(),
+        keys: cache.layer.keys.whole_mut().typed(),
+        values: cache.layer.values.whole_mut().typed(),
+    }))?;
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! A block: attention and an MLP, each with a norm before it and added to the residual stream.
 
-use moh_kernels::{Backend, Element, Memory, span};
+use moh_kernels::{AnyBuffer, Backend, Memory, span};
 
 use super::attention::{AttentionBuffers, SavedAttention};
 use super::{
@@ -19,48 +19,48 @@ pub(crate) struct Block {
 }
 
 /// The activations of a block that are expensive to recompute.
-pub(crate) struct SavedBlock<M: Memory, T: Element> {
-    pub attention: SavedAttention<M, T>,
+pub(crate) struct SavedBlock<M: Memory> {
+    pub attention: SavedAttention<M>,
     /// The residual stream after attention, `[M, C]`.
-    pub h: M::Buffer<T>,
+    pub h: AnyBuffer<M>,
     /// Gate and up projections of the MLP, `[N, 2I]`. SwiGLU's output is not saved: its backward pass computes it
     /// together with the gradients.
-    pub gate_up: M::Buffer<T>,
+    pub gate_up: AnyBuffer<M>,
 }
 
-impl<M: Memory, T: Element> SavedBlock<M, T> {
+impl<M: Memory> SavedBlock<M> {
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         let width = sizes.share().mlp_width(sizes.config);
         Ok(SavedBlock {
             attention: SavedAttention::new(memory, sizes)?,
-            h: memory.allocate(sizes.stream())?,
-            gate_up: memory.allocate(sizes.tokens() * 2 * width)?,
+            h: sizes.zeros(memory, sizes.stream())?,
+            gate_up: sizes.zeros(memory, sizes.tokens() * 2 * width)?,
         })
     }
 }
 
-pub(crate) struct RecomputableBlock<M: Memory, T: Element> {
-    pub attention_norm: Normed<M, T>,
+pub(crate) struct RecomputableBlock<M: Memory> {
+    pub attention_norm: Normed<M>,
     /// Attention's queries, keys and values where they are not rotated in place, otherwise empty; `[N, (H + 2G) D]`.
-    pub rotated: M::Buffer<T>,
-    pub mlp_norm: Normed<M, T>,
+    pub rotated: AnyBuffer<M>,
+    pub mlp_norm: Normed<M>,
 }
 
-impl<M: Memory, T: Element> RecomputableBlock<M, T> {
+impl<M: Memory> RecomputableBlock<M> {
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         Ok(RecomputableBlock {
             attention_norm: Normed::new(memory, sizes)?,
-            rotated: memory.allocate(sizes.rotated())?,
+            rotated: sizes.zeros(memory, sizes.rotated())?,
             mlp_norm: Normed::new(memory, sizes)?,
         })
     }
 }
 
 /// The buffers of one block: its own buffers, or buffers that the blocks share and recompute.
-pub(crate) struct BlockBuffers<'a, M: Memory, T: Element> {
-    pub saved: &'a mut SavedBlock<M, T>,
-    pub recomputable: &'a mut RecomputableBlock<M, T>,
-    pub scratch: &'a mut Scratch<M, T>,
+pub(crate) struct BlockBuffers<'a, M: Memory> {
+    pub saved: &'a mut SavedBlock<M>,
+    pub recomputable: &'a mut RecomputableBlock<M>,
+    pub scratch: &'a mut Scratch<M>,
 }
 
 impl Block {
@@ -71,13 +71,13 @@ impl Block {
     }
 
     /// Computes the residual stream after the block, `y`, from the residual stream before it, `x`; both `[M, C]`.
-    pub fn forward<B: Backend, T: Element>(
+    pub fn forward<B: Backend>(
         &self,
-        cx: &Context<'_, B, T>,
-        x: &B::Buffer<T>,
-        buffers: BlockBuffers<'_, B, T>,
-        cache: Option<CachedTokens<'_, B, T>>,
-        y: &mut B::Buffer<T>,
+        cx: &Context<'_, B>,
+        x: &AnyBuffer<B>,
+        buffers: BlockBuffers<'_, B>,
+        cache: Option<CachedTokens<'_, B>>,
+        y: &mut AnyBuffer<B>,
     ) -> Result<()> {
         let BlockBuffers { saved: SavedBlock { attention, h, gate_up }, recomputable, scratch } =
             buffers;
@@ -94,14 +94,14 @@ impl Block {
     }
 
     /// Computes the second part of [`Self::forward`]: `y = h + mlp(norm(h))`.
-    pub fn add_mlp<B: Backend, T: Element>(
+    pub fn add_mlp<B: Backend>(
         &self,
-        cx: &Context<'_, B, T>,
-        h: &B::Buffer<T>,
-        norm: &mut Normed<B, T>,
-        gate_up: &mut B::Buffer<T>,
-        scratch: &mut Scratch<B, T>,
-        y: &mut B::Buffer<T>,
+        cx: &Context<'_, B>,
+        h: &AnyBuffer<B>,
+        norm: &mut Normed<B>,
+        gate_up: &mut AnyBuffer<B>,
+        scratch: &mut Scratch<B>,
+        y: &mut AnyBuffer<B>,
     ) -> Result<()> {
         let _span = span::enter("mlp");
         let normed = self.mlp_norm.forward(cx, h, norm)?;
@@ -110,12 +110,12 @@ impl Block {
 
     /// Computes the backward pass: replaces the gradient of `y` in `d.residual` by the gradient of `x`. Adds the
     /// gradients of the parameters, or overwrites stale gradients.
-    pub fn backward<B: Backend, T: Element, G: Element>(
+    pub fn backward<B: Backend>(
         &self,
-        cx: &mut BackwardContext<'_, B, T, G>,
-        x: &B::Buffer<T>,
-        buffers: BlockBuffers<'_, B, T>,
-        d: &mut ActivationGradients<B, T>,
+        cx: &mut BackwardContext<'_, B>,
+        x: &AnyBuffer<B>,
+        buffers: BlockBuffers<'_, B>,
+        d: &mut ActivationGradients<B>,
     ) -> Result<()> {
         let BlockBuffers { saved: SavedBlock { attention, h, gate_up }, recomputable, scratch } =
             buffers;
@@ -137,12 +137,12 @@ impl Block {
     }
 
     /// Recomputes the activations that the forward pass did not save.
-    pub fn recompute<B: Backend, T: Element>(
+    pub fn recompute<B: Backend>(
         &self,
         recompute: Recompute,
-        cx: &Context<'_, B, T>,
-        x: &B::Buffer<T>,
-        buffers: &mut BlockBuffers<'_, B, T>,
+        cx: &Context<'_, B>,
+        x: &AnyBuffer<B>,
+        buffers: &mut BlockBuffers<'_, B>,
     ) -> Result<()> {
         let BlockBuffers { saved: SavedBlock { attention, h, gate_up }, recomputable, scratch } =
             buffers;

@@ -8,7 +8,9 @@ use std::ops::{Deref, Range};
 
 use moh_comm::Reduce;
 use moh_kernels::ranks::VocabularyRows;
-use moh_kernels::{Backend, Element, Memory, Purpose, QkvShape, View, ViewMut};
+use moh_kernels::{
+    AnyBuffer, AnyView, Backend, ElementType, Memory, Purpose, QkvShape, View, ViewMut, for_element,
+};
 
 use super::RopeTables;
 use crate::generation::PackedWeights;
@@ -44,9 +46,11 @@ impl<B: Backend> Clone for Tokens<'_, B> {
 impl<B: Backend> Copy for Tokens<'_, B> {}
 
 /// The inputs of every layer of a pass.
-pub(crate) struct Context<'a, B: Backend, T: Element> {
+pub(crate) struct Context<'a, B: Backend> {
     pub backend: &'a B,
-    pub weights: &'a FlatBuffers<B, T>,
+    /// The type of activations.
+    pub element: ElementType,
+    pub weights: &'a FlatBuffers<B>,
     pub parallel: &'a ModelParallel,
     pub rope: &'a RopeTables<B>,
     /// Packed copies of weights, in generation.
@@ -56,17 +60,17 @@ pub(crate) struct Context<'a, B: Backend, T: Element> {
 
 /// The context of every layer of a backward pass: the context of the forward pass, and the gradients of the parameters,
 /// which layers add to.
-pub(crate) struct BackwardContext<'a, B: Backend, T: Element, G: Element> {
-    pub forward: Context<'a, B, T>,
-    pub gradients: &'a mut FlatBuffers<B, G>,
+pub(crate) struct BackwardContext<'a, B: Backend> {
+    pub forward: Context<'a, B>,
+    pub gradients: &'a mut FlatBuffers<B>,
     /// Gradient of the total loss with respect to one layer's balance loss.
     pub balance_weight: f32,
     /// Whether the loss reaches the gates through the selection.
     pub straight_through: bool,
 }
 
-impl<'a, B: Backend, T: Element, G: Element> Deref for BackwardContext<'a, B, T, G> {
-    type Target = Context<'a, B, T>;
+impl<'a, B: Backend> Deref for BackwardContext<'a, B> {
+    type Target = Context<'a, B>;
 
     fn deref(&self) -> &Self::Target {
         &self.forward
@@ -74,34 +78,34 @@ impl<'a, B: Backend, T: Element, G: Element> Deref for BackwardContext<'a, B, T,
 }
 
 /// Buffers that the layers of all passes use in turn.
-pub(crate) struct Scratch<M: Memory, T: Element> {
+pub(crate) struct Scratch<M: Memory> {
     /// The input of the down projection and its gradient, `[N, I]`; the gradient of queries, keys
     /// and values, `[N, (H + 2G) D]`.
-    pub hidden: M::Buffer<T>,
+    pub hidden: AnyBuffer<M>,
     /// With tensor parallelism: rows of the residual stream's width for all tokens, after an
     /// all-gather or before a reduce-scatter.
-    pub gathered: Option<M::Buffer<T>>,
+    pub gathered: Option<AnyBuffer<M>>,
 }
 
-impl<M: Memory, T: Element> Scratch<M, T> {
+impl<M: Memory> Scratch<M> {
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         let share = sizes.share();
         let hidden = sizes.tokens() * share.mlp_width(sizes.config).max(sizes.qkv().row());
         let rows = sizes.token_share().padded() * sizes.config.hidden_size;
-        let gathered = || memory.for_purpose(Purpose::Gathered, || memory.allocate(rows));
+        let gathered = || memory.for_purpose(Purpose::Gathered, || sizes.zeros(memory, rows));
         Ok(Scratch {
-            hidden: memory.for_purpose(Purpose::Activations, || memory.allocate(hidden))?,
+            hidden: memory.for_purpose(Purpose::Activations, || sizes.zeros(memory, hidden))?,
             gathered: (share.ranks > 1).then(gathered).transpose()?,
         })
     }
 }
 
 /// Gradients of activations, which each layer of a backward pass leaves to the next layer.
-pub(crate) struct ActivationGradients<M: Memory, T: Element> {
+pub(crate) struct ActivationGradients<M: Memory> {
     /// Gradient of the residual stream, `[M, C]`.
-    pub residual: M::Buffer<T>,
+    pub residual: AnyBuffer<M>,
     /// Gradient of a norm's output, `[N, C]`, or of attention's output, `[N, H D]`.
-    pub hidden: M::Buffer<T>,
+    pub hidden: AnyBuffer<M>,
     /// `<dO, O>` of the local heads, `[N, H]`.
     pub delta: M::Buffer<f32>,
     /// With tensor parallelism: `<dO, O>` of the routed heads of all ranks, `[N, R]`. If a router weighs heads, of all
@@ -109,7 +113,7 @@ pub(crate) struct ActivationGradients<M: Memory, T: Element> {
     pub deltas: M::Buffer<f64>,
 }
 
-impl<M: Memory, T: Element> ActivationGradients<M, T> {
+impl<M: Memory> ActivationGradients<M> {
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         let (share, config, tokens) = (sizes.share(), sizes.config, sizes.tokens());
         let heads = share.heads(config);
@@ -120,15 +124,15 @@ impl<M: Memory, T: Element> ActivationGradients<M, T> {
             false => shape.columns,
         });
         Ok(ActivationGradients {
-            residual: memory.allocate(sizes.stream())?,
-            hidden: memory.allocate(normed.max(tokens * share.query_width(config)))?,
+            residual: sizes.zeros(memory, sizes.stream())?,
+            hidden: sizes.zeros(memory, normed.max(tokens * share.query_width(config)))?,
             delta: memory.allocate(tokens * heads.local())?,
             deltas: memory.allocate(tokens * deltas)?,
         })
     }
 }
 
-impl<B: Backend, T: Element> Context<'_, B, T> {
+impl<B: Backend> Context<'_, B> {
     /// Returns the number of tokens, N.
     pub fn num_tokens(&self) -> usize {
         self.tokens.shape.tokens()
@@ -162,26 +166,30 @@ impl<B: Backend, T: Element> Context<'_, B, T> {
     pub fn all_gather<'v>(
         &self,
         width: usize,
-        own: &'v B::Buffer<T>,
-        gathered: &'v mut Option<B::Buffer<T>>,
-    ) -> Result<View<'v, B, T>> {
+        own: &'v AnyBuffer<B>,
+        gathered: &'v mut Option<AnyBuffer<B>>,
+    ) -> Result<AnyView<'v, B>> {
         let share = self.own_tokens();
         let len = share.local() * width;
-        let Some(gathered) = gathered else { return Ok(B::view(own, 0..len)) };
+        let Some(gathered) = gathered else { return Ok(own.view(0..len)) };
         let start = share.start() * width;
-        self.backend.copy(B::view(own, 0..len), B::view_mut(gathered, start..start + len))?;
-        let whole = B::view_mut(gathered, 0..share.padded() * width);
-        self.parallel.tensor().all_gather::<B, T>(whole)?;
-        Ok(B::view(gathered, 0..self.num_tokens() * width))
+        gathered.view_mut(start..start + len).copy_from(self.backend, own.view(0..len))?;
+        let whole = gathered.view_mut(0..share.padded() * width);
+        let tensor = self.parallel.tensor();
+        for_element!(T: whole.element() => tensor.all_gather::<B, T>(whole.typed()))?;
+        Ok(gathered.view(0..self.num_tokens() * width))
     }
 
     /// Reduce-scatters the rows of `width` elements in `partial`; returns the range of this rank's rows in `partial`.
-    pub fn reduce_scatter(&self, width: usize, partial: &mut B::Buffer<T>) -> Result<Range<usize>> {
+    pub fn reduce_scatter(&self, width: usize, partial: &mut AnyBuffer<B>) -> Result<Range<usize>> {
         let share = self.own_tokens();
         let start = share.start() * width;
         if self.is_tensor_parallel() {
-            let whole = B::view_mut(partial, 0..share.padded() * width);
-            self.parallel.tensor().reduce_scatter::<B, T>(whole, Reduce::Sum)?;
+            let whole = partial.view_mut(0..share.padded() * width);
+            let tensor = self.parallel.tensor();
+            for_element!(T: whole.element() => {
+                tensor.reduce_scatter::<B, T>(whole.typed(), Reduce::Sum)
+            })?;
         }
         Ok(start..start + share.local() * width)
     }

@@ -1,7 +1,7 @@
 //! The embedding of tokens. Tensor-parallel ranks divide its rows.
 
 use moh_kernels::embedding::{EmbeddingBackward, EmbeddingForward};
-use moh_kernels::{Backend, Element, View, span};
+use moh_kernels::{AnyBuffer, Backend, View, for_element, span};
 
 use super::{ActivationGradients, BackwardContext, Context};
 use crate::parameters::ParameterRange;
@@ -24,46 +24,51 @@ impl Embedding {
     }
 
     /// Writes the rows of the rank's own tokens, `[M, C]`.
-    pub fn forward<B: Backend, T: Element>(
+    pub fn forward<B: Backend>(
         &self,
-        cx: &Context<'_, B, T>,
+        cx: &Context<'_, B>,
         ids: View<'_, B, u32>,
-        out: &mut B::Buffer<T>,
-        gathered: &mut Option<B::Buffer<T>>,
+        out: &mut AnyBuffer<B>,
+        gathered: &mut Option<AnyBuffer<B>>,
     ) -> Result<()> {
         let _span = span::enter("embedding");
         let (backend, width, rows) = (cx.backend, self.width, cx.vocabulary(self.vocabulary));
         let (table, len) = (cx.weights.get(&self.table), cx.num_tokens() * width);
-        let ids = B::reborrow(ids);
-        let Some(partial) = gathered else {
-            let out = B::view_mut(out, 0..len);
-            let embedding = EmbeddingForward { width, rows, ids, table, out };
-            return Ok(backend.embedding_forward(embedding)?);
-        };
-        let sum = B::view_mut(partial, 0..len);
-        backend.embedding_forward(EmbeddingForward { width, rows, ids, table, out: sum })?;
+        let looked_up = gathered.as_mut().unwrap_or(&mut *out).view_mut(0..len);
+        for_element!(T: table.element() => backend.embedding_forward::<T>(EmbeddingForward {
+            width,
+            rows,
+            ids: B::reborrow(ids),
+            table: table.typed(),
+            out: looked_up.typed(),
+        }))?;
+        let Some(partial) = gathered else { return Ok(()) };
         let own = cx.reduce_scatter(width, partial)?;
-        let out = B::view_mut(out, 0..own.len());
-        Ok(backend.copy(B::view(partial, own), out)?)
+        Ok(out.view_mut(0..own.len()).copy_from(backend, partial.view(own))?)
     }
 
     /// Adds the gradient of the table, given the gradient of the residual stream.
-    pub fn backward<B: Backend, T: Element, G: Element>(
+    pub fn backward<B: Backend>(
         &self,
-        cx: &mut BackwardContext<'_, B, T, G>,
+        cx: &mut BackwardContext<'_, B>,
         ids: View<'_, B, u32>,
-        d: &ActivationGradients<B, T>,
-        gathered: &mut Option<B::Buffer<T>>,
+        d: &ActivationGradients<B>,
+        gathered: &mut Option<AnyBuffer<B>>,
     ) -> Result<()> {
         let _span = span::enter("embedding");
         cx.gradients.clear_stale(cx.forward.backend, &self.table)?;
         cx.gradients.mark_written(self.table.buffer);
-        cx.forward.backend.embedding_backward(EmbeddingBackward {
-            width: self.width,
-            rows: cx.vocabulary(self.vocabulary),
-            ids: B::reborrow(ids),
-            d_out: cx.forward.all_gather(self.width, &d.residual, gathered)?,
-            d_table: cx.gradients.get_mut(&self.table),
+        let rows = cx.vocabulary(self.vocabulary);
+        let d_out = cx.forward.all_gather(self.width, &d.residual, gathered)?;
+        let (backend, d_table) = (cx.forward.backend, cx.gradients.get_mut(&self.table));
+        for_element!(T: d_out.element(), G: d_table.element() => {
+            backend.embedding_backward::<T, G>(EmbeddingBackward {
+                width: self.width,
+                rows,
+                ids: B::reborrow(ids),
+                d_out: d_out.typed(),
+                d_table: d_table.typed(),
+            })
         })?;
         Ok(())
     }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use moh_kernels::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadRanks, HeadShape};
-use moh_kernels::{Backend, Element, Memory, Purpose, Workspace};
+use moh_kernels::{Backend, Element, Memory, Purpose, Workspace, for_element};
 
 use super::{ActivationGradients, BackwardContext, Context, Linear, Normed, Scratch};
 use crate::model_parallel::TensorShare;
@@ -21,14 +21,14 @@ pub(crate) struct Head {
 
 /// The buffers of the head. Its backward pass immediately follows its forward pass. All buffers are empty on stages
 /// without the head, and the loss's buffers are empty on a teacher.
-pub(crate) struct HeadBuffers<M: Memory, T: Element> {
-    pub normed: Normed<M, T>,
+pub(crate) struct HeadBuffers<M: Memory> {
+    pub normed: Normed<M>,
     scratch: M::Buffer<f32>,
     /// The sums that tensor-parallel ranks all-reduce.
     sums: M::Buffer<f64>,
 }
 
-impl<M: Workspace, T: Element> HeadBuffers<M, T> {
+impl<M: Workspace> HeadBuffers<M> {
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         let shape = sizes.head();
         let sums = match sizes.share().ranks {
@@ -40,7 +40,8 @@ impl<M: Workspace, T: Element> HeadBuffers<M, T> {
         let (stream, local) = (here(sizes.stream()), here(sizes.token_share().per_rank));
         let (scratch, sums) = (loss(memory.cross_entropy_scratch(&shape)), loss(sums));
         let normed = || {
-            Ok::<_, Error>(Normed { y: memory.allocate(stream)?, inv_rms: memory.allocate(local)? })
+            let y = sizes.zeros(memory, stream)?;
+            Ok::<_, Error>(Normed { y, inv_rms: memory.allocate(local)? })
         };
         let logits = || Ok::<_, Error>((memory.allocate(scratch)?, memory.allocate(sums)?));
         let normed = memory.for_purpose(Purpose::Activations, normed)?;
@@ -50,14 +51,14 @@ impl<M: Workspace, T: Element> HeadBuffers<M, T> {
 }
 
 /// The targets of a pass, `[N]`, and the buffers that the head uses.
-pub(crate) struct HeadPass<'a, B: Backend, T: Element> {
+pub(crate) struct HeadPass<'a, B: Backend> {
     pub targets: &'a B::Buffer<u32>,
-    pub buffers: &'a mut HeadBuffers<B, T>,
-    pub scratch: &'a mut Scratch<B, T>,
+    pub buffers: &'a mut HeadBuffers<B>,
+    pub scratch: &'a mut Scratch<B>,
     pub sums: &'a mut StepSums<B>,
     /// The teacher of the distillation loss, and the gradient of the total loss with respect to a token's distillation
     /// loss.
-    pub teacher: Option<(&'a Teacher<B, T>, f32)>,
+    pub teacher: Option<(&'a Teacher<B>, f32)>,
 }
 
 impl Head {
@@ -72,38 +73,35 @@ impl Head {
         Head { linear, vocabulary: config.vocab_size }
     }
 
-    pub fn loss<B: Backend, T: Element>(
-        &self,
-        cx: &Context<'_, B, T>,
-        pass: HeadPass<'_, B, T>,
-    ) -> Result<()> {
-        self.cross_entropy::<B, T, f32>(cx, pass, None)
+    pub fn loss<B: Backend>(&self, cx: &Context<'_, B>, pass: HeadPass<'_, B>) -> Result<()> {
+        for_element!(T: cx.element => self.cross_entropy::<B, T, f32>(cx, pass, None))
     }
 
     /// Adds the cross-entropy to the sums, and `scale` times its gradient to the weight's gradient. Writes the gradient
     /// of the head's input to `d.hidden`, and returns the range of the rank's own tokens in it.
-    pub fn loss_and_backward<B: Backend, T: Element, G: Element>(
+    pub fn loss_and_backward<B: Backend>(
         &self,
-        cx: &mut BackwardContext<'_, B, T, G>,
-        pass: HeadPass<'_, B, T>,
+        cx: &mut BackwardContext<'_, B>,
+        pass: HeadPass<'_, B>,
         scale: f32,
-        d: &mut ActivationGradients<B, T>,
+        d: &mut ActivationGradients<B>,
     ) -> Result<Range<usize>> {
-        let gradients = HeadGradients::<B, T, G> {
-            scale,
-            d_x: B::view_mut(&mut d.hidden, 0..cx.num_tokens() * self.linear.inputs),
-            accumulation: cx.gradients.accumulation(self.linear.weight.buffer),
-            d_weight: cx.gradients.get_mut(&self.linear.weight),
-        };
-        self.cross_entropy(&cx.forward, pass, Some(gradients))?;
+        let accumulation = cx.gradients.accumulation(self.linear.weight.buffer);
+        let d_x = d.hidden.view_mut(0..cx.num_tokens() * self.linear.inputs);
+        let d_weight = cx.gradients.get_mut(&self.linear.weight);
+        for_element!(T: d_x.element(), G: d_weight.element() => {
+            let (d_x, d_weight) = (d_x.typed(), d_weight.typed());
+            let gradients = HeadGradients::<B, T, G> { scale, d_x, accumulation, d_weight };
+            self.cross_entropy(&cx.forward, pass, Some(gradients))
+        })?;
         cx.gradients.mark_written(self.linear.weight.buffer);
         cx.reduce_scatter(self.linear.inputs, &mut d.hidden)
     }
 
     fn cross_entropy<B: Backend, T: Element, G: Element>(
         &self,
-        cx: &Context<'_, B, T>,
-        pass: HeadPass<'_, B, T>,
+        cx: &Context<'_, B>,
+        pass: HeadPass<'_, B>,
         mut gradients: Option<HeadGradients<'_, B, T, G>>,
     ) -> Result<()> {
         let HeadPass { targets, buffers, scratch, sums, teacher } = pass;
@@ -114,8 +112,8 @@ impl Head {
         let shape = HeadShape::of_rows(cx.num_tokens(), width, rows, ranks);
         cx.backend.cross_entropy(CrossEntropyArgs {
             shape: shape.with_teacher(teacher.is_some()),
-            x: cx.all_gather(width, &buffers.normed.y, &mut scratch.gathered)?,
-            weight: cx.weights.get(&self.linear.weight),
+            x: cx.all_gather(width, &buffers.normed.y, &mut scratch.gathered)?.typed(),
+            weight: cx.weights.get(&self.linear.weight).typed(),
             targets: B::whole(targets),
             scratch: B::whole_mut(&mut buffers.scratch),
             loss: sums.of_head(teacher.is_some()),

@@ -1,7 +1,7 @@
 //! Norms of each query and key (arXiv 2302.05442), which Qwen3 applies before RoPE.
 
 use moh_kernels::qk_norm::{QkNormBackward, QkNormForward};
-use moh_kernels::{Backend, Element, View, ViewMut};
+use moh_kernels::{AnyView, AnyViewMut, Backend, for_element};
 
 use super::{BackwardContext, Context};
 use crate::Result;
@@ -23,38 +23,42 @@ impl QkNorm {
     }
 
     /// Writes normed queries and keys, and the unchanged values, `[N, (H + 2G) D]`.
-    pub fn forward<B: Backend, T: Element>(
+    pub fn forward<B: Backend>(
         &self,
-        cx: &Context<'_, B, T>,
-        qkv: View<'_, B, T>,
-        mut normed: ViewMut<'_, B, T>,
+        cx: &Context<'_, B>,
+        qkv: AnyView<'_, B>,
+        mut normed: AnyViewMut<'_, B>,
     ) -> Result<()> {
-        cx.backend.qk_norm_forward(QkNormForward {
+        for_element!(T: qkv.element() => cx.backend.qk_norm_forward::<T>(QkNormForward {
             shape: &cx.tokens.shape,
             eps: self.eps,
-            qkv: B::reborrow(qkv),
-            weight: cx.weights.get(&self.weight),
-            normed: B::reborrow_mut(&mut normed),
-        })?;
+            qkv: qkv.typed(),
+            weight: cx.weights.get(&self.weight).typed(),
+            normed: normed.reborrow().typed(),
+        }))?;
         Ok(())
     }
 
     /// Replaces the gradients of normed queries and keys by the gradients of `qkv`, and adds the gradients of the
     /// weights.
-    pub fn backward<B: Backend, T: Element, G: Element>(
+    pub fn backward<B: Backend>(
         &self,
-        cx: &mut BackwardContext<'_, B, T, G>,
-        qkv: View<'_, B, T>,
-        mut d_qkv: ViewMut<'_, B, T>,
+        cx: &mut BackwardContext<'_, B>,
+        qkv: AnyView<'_, B>,
+        mut d_qkv: AnyViewMut<'_, B>,
     ) -> Result<()> {
         cx.gradients.clear_stale(cx.forward.backend, &self.weight)?;
-        cx.forward.backend.qk_norm_backward(QkNormBackward {
-            shape: &cx.forward.tokens.shape,
-            eps: self.eps,
-            qkv: B::reborrow(qkv),
-            weight: cx.forward.weights.get(&self.weight),
-            d_qkv: B::reborrow_mut(&mut d_qkv),
-            d_weight: cx.gradients.get_mut(&self.weight),
+        let Context { backend, weights, tokens, .. } = &cx.forward;
+        let d_weight = cx.gradients.get_mut(&self.weight);
+        for_element!(T: qkv.element(), G: d_weight.element() => {
+            backend.qk_norm_backward::<T, G>(QkNormBackward {
+                shape: &tokens.shape,
+                eps: self.eps,
+                qkv: qkv.typed(),
+                weight: weights.get(&self.weight).typed(),
+                d_qkv: d_qkv.reborrow().typed(),
+                d_weight: d_weight.typed(),
+            })
         })?;
         Ok(())
     }

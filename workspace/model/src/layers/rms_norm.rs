@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use moh_kernels::rms_norm::{RmsNormBackward, RmsNormForward};
-use moh_kernels::{Backend, Element, Memory};
+use moh_kernels::{AnyBuffer, Backend, Memory, for_element};
 
 use super::{ActivationGradients, BackwardContext, Context};
 use crate::parameters::ParameterRange;
@@ -18,17 +18,17 @@ pub(crate) struct RmsNorm {
 }
 
 /// The output of a norm, and the input of its backward pass.
-pub(crate) struct Normed<M: Memory, T: Element> {
+pub(crate) struct Normed<M: Memory> {
     /// `[M, C]`.
-    pub y: M::Buffer<T>,
+    pub y: AnyBuffer<M>,
     /// `[M]`.
     pub inv_rms: M::Buffer<f32>,
 }
 
-impl<M: Memory, T: Element> Normed<M, T> {
+impl<M: Memory> Normed<M> {
     pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self> {
         Ok(Normed {
-            y: memory.allocate(sizes.stream())?,
+            y: sizes.zeros(memory, sizes.stream())?,
             inv_rms: memory.allocate(sizes.token_share().per_rank)?,
         })
     }
@@ -40,42 +40,46 @@ impl RmsNorm {
     }
 
     /// Norms the residual stream `x`, `[M, C]`, and returns the output.
-    pub fn forward<'v, B: Backend, T: Element>(
+    pub fn forward<'v, B: Backend>(
         &self,
-        cx: &Context<'_, B, T>,
-        x: &B::Buffer<T>,
-        normed: &'v mut Normed<B, T>,
-    ) -> Result<&'v B::Buffer<T>> {
+        cx: &Context<'_, B>,
+        x: &AnyBuffer<B>,
+        normed: &'v mut Normed<B>,
+    ) -> Result<&'v AnyBuffer<B>> {
         let (tokens, width) = (cx.own_tokens().local(), self.weight.range.len());
-        cx.backend.rms_norm_forward(RmsNormForward {
+        for_element!(T: x.element() => cx.backend.rms_norm_forward::<T>(RmsNormForward {
             eps: self.eps,
-            x: B::view(x, 0..tokens * width),
-            weight: cx.weights.get(&self.weight),
-            y: B::view_mut(&mut normed.y, 0..tokens * width),
+            x: x.view(0..tokens * width).typed(),
+            weight: cx.weights.get(&self.weight).typed(),
+            y: normed.y.view_mut(0..tokens * width).typed(),
             inv_rms: B::view_mut(&mut normed.inv_rms, 0..tokens),
-        })?;
+        }))?;
         Ok(&normed.y)
     }
 
     /// Adds the gradient of `x` to the gradient of the residual stream, and the gradient of the weight. `d_y` is the
     /// range of the output's gradient in `d.hidden`.
-    pub fn backward<B: Backend, T: Element, G: Element>(
+    pub fn backward<B: Backend>(
         &self,
-        cx: &mut BackwardContext<'_, B, T, G>,
-        x: &B::Buffer<T>,
+        cx: &mut BackwardContext<'_, B>,
+        x: &AnyBuffer<B>,
         inv_rms: &B::Buffer<f32>,
         d_y: Range<usize>,
-        d: &mut ActivationGradients<B, T>,
+        d: &mut ActivationGradients<B>,
     ) -> Result<()> {
         let (tokens, len) = (cx.own_tokens().local(), d_y.len());
         cx.gradients.clear_stale(cx.forward.backend, &self.weight)?;
-        cx.forward.backend.rms_norm_backward(RmsNormBackward {
-            x: B::view(x, 0..len),
-            weight: cx.forward.weights.get(&self.weight),
-            inv_rms: B::view(inv_rms, 0..tokens),
-            d_y: B::view(&d.hidden, d_y),
-            d_x: B::view_mut(&mut d.residual, 0..len),
-            d_weight: cx.gradients.get_mut(&self.weight),
+        let Context { backend, weights, .. } = cx.forward;
+        let d_weight = cx.gradients.get_mut(&self.weight);
+        for_element!(T: x.element(), G: d_weight.element() => {
+            backend.rms_norm_backward::<T, G>(RmsNormBackward {
+                x: x.view(0..len).typed(),
+                weight: weights.get(&self.weight).typed(),
+                inv_rms: B::view(inv_rms, 0..tokens),
+                d_y: d.hidden.view(d_y).typed(),
+                d_x: d.residual.view_mut(0..len).typed(),
+                d_weight: d_weight.typed(),
+            })
         })?;
         Ok(())
     }

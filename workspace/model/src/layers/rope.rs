@@ -1,7 +1,7 @@
 //! Rotary position embedding (arXiv 2104.09864) of queries and keys, in place.
 
 use moh_kernels::rope::{RopeArgs, RopeTable};
-use moh_kernels::{Backend, Element, Memory, ViewMut};
+use moh_kernels::{AnyViewMut, Backend, Memory, for_element};
 
 use super::Context;
 use crate::rope::table;
@@ -30,7 +30,7 @@ impl<M: Memory> RopeTables<M> {
     }
 }
 
-impl<B: Backend, T: Element> Context<'_, B, T> {
+impl<B: Backend> Context<'_, B> {
     /// Returns the angles of the tokens' positions.
     pub fn rope_table(&self) -> RopeTable<'_, B> {
         let RopeTables { cos, sin } = self.rope;
@@ -38,8 +38,21 @@ impl<B: Backend, T: Element> Context<'_, B, T> {
         RopeTable { cos: B::whole(cos), sin: B::whole(sin), first_position }
     }
 
-    /// Returns the arguments of a rotation of the queries and keys of `qkv`, or of their gradients, by their positions.
-    pub fn rope_args<'v>(&'v self, qkv: ViewMut<'v, B, T>) -> RopeArgs<'v, B, T> {
-        RopeArgs { shape: &self.tokens.shape, table: self.rope_table(), qkv }
+    /// Rotates the queries and keys of `qkv` by their positions.
+    pub fn rotate(&self, mut qkv: AnyViewMut<'_, B>) -> Result<()> {
+        let (shape, table) = (&self.tokens.shape, self.rope_table());
+        Ok(for_element!(T: qkv.element() => {
+            let qkv = qkv.reborrow().typed();
+            self.backend.rope_forward::<T>(RopeArgs { shape, table, qkv })
+        })?)
+    }
+
+    /// Replaces the gradients of rotated queries and keys in `d_qkv` by the gradients of unrotated queries and keys.
+    pub fn rotate_back(&self, mut d_qkv: AnyViewMut<'_, B>) -> Result<()> {
+        let (shape, table) = (&self.tokens.shape, self.rope_table());
+        Ok(for_element!(T: d_qkv.element() => {
+            let qkv = d_qkv.reborrow().typed();
+            self.backend.rope_backward::<T>(RopeArgs { shape, table, qkv })
+        })?)
     }
 }

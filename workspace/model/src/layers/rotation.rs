@@ -4,7 +4,7 @@
 //! A router reads the projection's output, before query norms: normed queries have nearly equal
 //! norms, which carry no information about a head.
 
-use moh_kernels::{Backend, Element, View};
+use moh_kernels::{AnyBuffer, AnyView, Backend};
 
 use super::attention::{AttentionBuffers, SavedAttention};
 use super::router::RouterInputs;
@@ -32,53 +32,53 @@ impl Rotation {
 
     /// Rotates queries and keys. If there is a router, first selects each token's heads by the block's normed input of
     /// all tokens and by queries, keys and values.
-    pub fn forward<B: Backend, T: Element>(
+    pub fn forward<B: Backend>(
         &self,
-        cx: &Context<'_, B, T>,
+        cx: &Context<'_, B>,
         router: Option<&RouterLayer>,
-        x: View<'_, B, T>,
-        buffers: &mut AttentionBuffers<'_, B, T>,
+        x: AnyView<'_, B>,
+        buffers: &mut AttentionBuffers<'_, B>,
     ) -> Result<()> {
         let all = 0..cx.num_tokens() * cx.tokens.shape.row();
         let SavedAttention { qkv, routing, logits, .. } = &mut *buffers.saved;
         let in_place = *self == Rotation::Rope;
         if let Some((router, routing)) = router.zip(routing.as_mut()) {
-            router.forward(cx, x, B::view_mut(qkv, all), in_place, routing, logits)?;
+            router.forward(cx, x, qkv.view_mut(all), in_place, routing, logits)?;
         } else if in_place {
-            cx.backend.rope_forward(cx.rope_args(B::view_mut(qkv, all)))?;
+            cx.rotate(qkv.view_mut(all))?;
         }
         self.recompute(cx, qkv, buffers.rotated)
     }
 
     /// Rotates queries and keys again if they are in a copy.
-    pub fn recompute<B: Backend, T: Element>(
+    pub fn recompute<B: Backend>(
         &self,
-        cx: &Context<'_, B, T>,
-        qkv: &B::Buffer<T>,
-        rotated: &mut B::Buffer<T>,
+        cx: &Context<'_, B>,
+        qkv: &AnyBuffer<B>,
+        rotated: &mut AnyBuffer<B>,
     ) -> Result<()> {
         let Rotation::NormedRope(norm) = self else { return Ok(()) };
         let all = 0..cx.num_tokens() * cx.tokens.shape.row();
-        norm.forward(cx, B::view(qkv, all.clone()), B::view_mut(rotated, all.clone()))?;
-        Ok(cx.backend.rope_forward(cx.rope_args(B::view_mut(rotated, all)))?)
+        norm.forward(cx, qkv.view(all.clone()), rotated.view_mut(all.clone()))?;
+        cx.rotate(rotated.view_mut(all))
     }
 
     /// Replaces the gradients of attention's queries and keys in `d_qkv` by the gradients of the projection's output,
     /// including the router's. If the router reads the block's normed input, its gradient also reaches `x`
     /// ([`RouterLayer::backward`]).
-    pub fn backward<B: Backend, T: Element, G: Element>(
+    pub fn backward<B: Backend>(
         &self,
-        cx: &mut BackwardContext<'_, B, T, G>,
+        cx: &mut BackwardContext<'_, B>,
         router: Option<&RouterLayer>,
-        x: &B::Buffer<T>,
-        saved: &mut SavedAttention<B, T>,
-        d: &mut ActivationGradients<B, T>,
-        d_qkv: &mut B::Buffer<T>,
+        x: &AnyBuffer<B>,
+        saved: &mut SavedAttention<B>,
+        d: &mut ActivationGradients<B>,
+        d_qkv: &mut AnyBuffer<B>,
     ) -> Result<()> {
         let all = 0..cx.num_tokens() * cx.tokens.shape.row();
         let SavedAttention { qkv, routing, logits, .. } = saved;
-        let qkv = B::view(qkv, all.clone());
-        let mut d_qkv = B::view_mut(d_qkv, all);
+        let qkv = qkv.view(all.clone());
+        let mut d_qkv = d_qkv.view_mut(all);
         let inputs = router
             .zip(routing.as_ref())
             .map(|(router, routing)| (router, RouterInputs { x, qkv, routing }));
@@ -86,13 +86,10 @@ impl Rotation {
             (Rotation::Rope, Some((router, inputs))) => {
                 router.backward(cx, &inputs, logits, d, d_qkv, true)
             }
-            (Rotation::Rope, None) => {
-                let gradients = B::reborrow_mut(&mut d_qkv);
-                Ok(cx.backend.rope_backward(cx.rope_args(gradients))?)
-            }
+            (Rotation::Rope, None) => cx.rotate_back(d_qkv),
             (Rotation::NormedRope(norm), inputs) => {
-                cx.backend.rope_backward(cx.rope_args(B::reborrow_mut(&mut d_qkv)))?;
-                norm.backward(cx, qkv, B::reborrow_mut(&mut d_qkv))?;
+                cx.rotate_back(d_qkv.reborrow())?;
+                norm.backward(cx, qkv, d_qkv.reborrow())?;
                 inputs.map_or(Ok(()), |(router, inputs)| {
                     router.backward(cx, &inputs, logits, d, d_qkv, false)
                 })

@@ -14,12 +14,11 @@
 //! that a router does not read get no gradient: shared heads' rows without weights, and the stages' rows without shared
 //! heads.
 
-use moh_kernels::linear::{LinearBackwardInput, LinearBackwardWeight};
 use moh_kernels::ranks::{AllReduce, Heads};
 use moh_kernels::router::logits::{HeadWeights, LogitRouter, LogitsBackward, LogitsForward};
 use moh_kernels::router::query_norm::{QueryNormBackward, QueryNormForward, QueryNormRouter};
 use moh_kernels::router::{RouterGradient, RouterRanks, Routing, RoutingShape, SharedHeads};
-use moh_kernels::{Accumulation, Backend, Element, View, ViewMut};
+use moh_kernels::{Accumulation, AnyBuffer, AnyView, AnyViewMut, Backend, ViewMut, for_element};
 
 use super::{ActivationGradients, BackwardContext, Context, Linear};
 use crate::parameters::ParameterRange;
@@ -76,11 +75,11 @@ pub(crate) struct RouterLayer {
 }
 
 /// The inputs of a router's backward pass.
-pub(crate) struct RouterInputs<'a, B: Backend, T: Element> {
+pub(crate) struct RouterInputs<'a, B: Backend> {
     /// The block's normed input, `[M, C]`.
-    pub x: &'a B::Buffer<T>,
+    pub x: &'a AnyBuffer<B>,
     /// Queries, keys and values, `[N, (H + 2G) D]`: rotated if their gradients are rotated.
-    pub qkv: View<'a, B, T>,
+    pub qkv: AnyView<'a, B>,
     pub routing: &'a Routing<B>,
 }
 
@@ -152,9 +151,9 @@ impl RouterLayer {
     }
 
     /// Adds `scale` times the router's auxiliary loss over the routed tokens to `out`, `[1]`.
-    pub fn loss<B: Backend, T: Element>(
+    pub fn loss<B: Backend>(
         &self,
-        cx: &Context<'_, B, T>,
+        cx: &Context<'_, B>,
         routing: &Routing<B>,
         scale: f64,
         mut out: ViewMut<'_, B, f64>,
@@ -169,23 +168,25 @@ impl RouterLayer {
     /// Selects each token's heads by `x`, `[N, C]` of all tokens, and by `qkv` before RoPE. If `rotates`, then rotates
     /// queries and keys in place; routers by norms do both in one pass over the queries. A router by logits writes its
     /// logits to `logits`.
-    pub fn forward<B: Backend, T: Element>(
+    pub fn forward<B: Backend>(
         &self,
-        cx: &Context<'_, B, T>,
-        x: View<'_, B, T>,
-        mut qkv: ViewMut<'_, B, T>,
+        cx: &Context<'_, B>,
+        x: AnyView<'_, B>,
+        mut qkv: AnyViewMut<'_, B>,
         rotates: bool,
         routing: &mut Routing<B>,
-        logits: &mut B::Buffer<T>,
+        logits: &mut AnyBuffer<B>,
     ) -> Result<()> {
         let (shape, sum) = (&cx.tokens.shape, cx.sum_over_ranks());
         let all_reduce = cx.is_tensor_parallel().then_some(&sum as AllReduce<'_, B>);
-        let x = B::reborrow(x);
         match &self.spec {
             &RouterSpec::QueryNorm(router) => {
-                let (qkv, rope) = (B::reborrow_mut(&mut qkv), rotates.then(|| cx.rope_table()));
-                let args = QueryNormForward { router, shape, qkv, rope, routing, all_reduce };
-                return Ok(cx.backend.query_norm_forward(args)?);
+                let rope = rotates.then(|| cx.rope_table());
+                return Ok(for_element!(T: qkv.element() => {
+                    let qkv = qkv.reborrow().typed();
+                    let args = QueryNormForward { router, shape, qkv, rope, routing, all_reduce };
+                    cx.backend.query_norm_forward::<T>(args)
+                })?);
             }
             RouterSpec::Static(shared) => {
                 cx.backend.route_to_shared(cx.num_tokens(), *shared, routing)?
@@ -193,13 +194,16 @@ impl RouterLayer {
             &RouterSpec::Logits(router) => {
                 let (linear, tokens) = (self.logits_of(&router), cx.num_tokens());
                 linear.forward(cx, x, None, logits)?;
-                let logits = B::view(logits, 0..tokens * linear.outputs);
-                let args = LogitsForward { router, logits, tokens, routing, all_reduce };
-                cx.backend.logits_forward(args)?
+                let logits = logits.view(0..tokens * linear.outputs);
+                for_element!(T: logits.element() => {
+                    let logits = logits.typed();
+                    let args = LogitsForward { router, logits, tokens, routing, all_reduce };
+                    cx.backend.logits_forward::<T>(args)
+                })?
             }
         }
         if rotates {
-            cx.backend.rope_forward(cx.rope_args(B::reborrow_mut(&mut qkv)))?;
+            cx.rotate(qkv)?;
         }
         Ok(())
     }
@@ -210,13 +214,13 @@ impl RouterLayer {
     ///    writes the gradient of the block's input to `d.hidden`, `[N, C]`, with zeros for the tokens of other ranks.
     /// 3. If the forward pass `rotates`, replaces the gradients of rotated queries and keys by the gradients of
     ///    unrotated queries and keys.
-    pub fn backward<B: Backend, T: Element, G: Element>(
+    pub fn backward<B: Backend>(
         &self,
-        cx: &mut BackwardContext<'_, B, T, G>,
-        inputs: &RouterInputs<'_, B, T>,
-        logits: &mut B::Buffer<T>,
-        d: &mut ActivationGradients<B, T>,
-        mut d_qkv: ViewMut<'_, B, T>,
+        cx: &mut BackwardContext<'_, B>,
+        inputs: &RouterInputs<'_, B>,
+        logits: &mut AnyBuffer<B>,
+        d: &mut ActivationGradients<B>,
+        mut d_qkv: AnyViewMut<'_, B>,
         rotates: bool,
     ) -> Result<()> {
         let RouterInputs { x, qkv, routing } = *inputs;
@@ -227,44 +231,39 @@ impl RouterLayer {
         let tokens = own.start()..own.start() + own.local();
         let elements = tokens.start * width..tokens.end * width;
         if self.reads_input() {
-            cx.backend.zero(B::view_mut(&mut d.hidden, 0..cx.num_tokens() * width))?;
+            d.hidden.view_mut(0..cx.num_tokens() * width).zero(cx.backend)?;
         }
-        let (sum, x) = (cx.forward.sum_over_ranks(), B::view(x, 0..elements.len()));
+        let (sum, x) = (cx.forward.sum_over_ranks(), x.view(0..elements.len()));
         match &self.spec {
             RouterSpec::Static(_) => {}
             &RouterSpec::QueryNorm(router) => {
-                let (shape, qkv) = (&cx.tokens.shape, B::reborrow(qkv));
+                let (shape, rope) = (&cx.tokens.shape, rotates.then(|| cx.rope_table()));
                 let gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
-                let (d_qkv, rope) = (B::reborrow_mut(&mut d_qkv), rotates.then(|| cx.rope_table()));
-                let args = QueryNormBackward { router, shape, qkv, d_qkv, rope, gradient };
-                return Ok(cx.backend.query_norm_backward(args)?);
+                return Ok(for_element!(T: qkv.element() => {
+                    let (qkv, d_qkv) = (qkv.typed(), d_qkv.reborrow().typed());
+                    let args = QueryNormBackward { router, shape, qkv, d_qkv, rope, gradient };
+                    cx.backend.query_norm_backward::<T>(args)
+                })?);
             }
             &RouterSpec::Logits(router) => {
-                let (linear, accumulation) = (self.logits_of(&router), Accumulation::Add);
+                let linear = self.logits_of(&router);
                 let d_logits = 0..tokens.len() * linear.outputs;
                 let mut gradient = gradient(cx, routing, &d.delta, &mut d.deltas, &sum);
                 gradient.balance_weight *= self.balance_factor(routing) as f32;
-                let written = B::view_mut(logits, d_logits.clone());
-                let args = LogitsBackward { router, tokens, d_logits: written, gradient };
-                cx.backend.logits_backward(args)?;
-                cx.forward.backend.linear_backward_weight(LinearBackwardWeight {
-                    inputs: width,
-                    x: B::reborrow(x),
-                    d_y: B::view(logits, d_logits.clone()),
-                    d_weight: cx.gradients.get_mut(&linear.weight),
-                    accumulation,
+                let written = logits.view_mut(d_logits.clone());
+                for_element!(T: written.element() => {
+                    let d_logits = written.typed();
+                    let args = LogitsBackward { router, tokens, d_logits, gradient };
+                    cx.backend.logits_backward::<T>(args)
                 })?;
-                cx.backend.linear_backward_input(LinearBackwardInput {
-                    inputs: width,
-                    d_y: B::view(logits, d_logits),
-                    weight: cx.weights.get(&linear.weight),
-                    d_x: B::view_mut(&mut d.hidden, elements),
-                    accumulation,
-                })?
+                let d_y = logits.view(d_logits);
+                let (backend, add) = (cx.forward.backend, Accumulation::Add);
+                linear.add_weight_gradient(backend, cx.gradients, x, d_y, add)?;
+                linear.backward_rows(cx, d_y, d.hidden.view_mut(elements), add)?
             }
         }
         if rotates {
-            cx.backend.rope_backward(cx.rope_args(B::reborrow_mut(&mut d_qkv)))?;
+            cx.rotate_back(d_qkv)?;
         }
         Ok(())
     }
@@ -273,8 +272,8 @@ impl RouterLayer {
 /// Returns the gradients that reach a layer's router. Ranks that share the heads exchange the deltas of all heads if
 /// the router weighs heads, otherwise the deltas of the columns. A weight has a gradient even if the loss is not
 /// straight-through.
-fn gradient<'v, B: Backend, T: Element, G: Element>(
-    cx: &BackwardContext<'_, B, T, G>,
+fn gradient<'v, B: Backend>(
+    cx: &BackwardContext<'_, B>,
     routing: &'v Routing<B>,
     delta: &'v B::Buffer<f32>,
     deltas: &'v mut B::Buffer<f64>,

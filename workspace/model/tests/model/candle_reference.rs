@@ -7,8 +7,8 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::llama::{Cache, Llama, LlamaConfig};
 use moh_hf::ConfigFile;
-use moh_kernels::Cpu;
 use moh_kernels::cross_entropy::IGNORED;
+use moh_kernels::{Cpu, ElementType};
 use moh_model::{
     Activations, Architecture, AuxiliaryLoss, AuxiliaryLosses, FlatBuffers, LossConfig, Model,
     PassShape, Recompute, RouterKind, Segment, StepSums, Sums,
@@ -70,7 +70,7 @@ fn logits_are_those_of_candles_llama() {
 
 /// Returns the loss of the gradient check: cross-entropy and balance loss, with a constant selection.
 fn total_loss(
-    model: &mut Model<Cpu, f32>,
+    model: &mut Model<Cpu>,
     ids: &[u32],
     targets: &[u32],
     count: f64,
@@ -103,7 +103,7 @@ fn gradients_are_differences_of_the_loss() {
         let shape = PassShape { training: true, ..PassShape::evaluation(2, 11, Recompute::None) };
         let mut activations = Activations::new(&ours, shape).unwrap();
         activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
-        let mut gradients = FlatBuffers::<Cpu, f32>::zeros(&Cpu, ours.layout()).unwrap();
+        let mut gradients = FlatBuffers::zeros(&Cpu, ElementType::F32, ours.layout()).unwrap();
         let scale = LossConfig {
             cross_entropy: 1.0 / 21.0,
             auxiliary: AuxiliaryLosses::all(0.1),

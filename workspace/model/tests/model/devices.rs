@@ -30,7 +30,7 @@ fn pass<B: Backend + Clone, T: Element>(
     recompute: Recompute,
     length: usize,
 ) -> Pass {
-    let mut model = model::<B, T>(backend, config);
+    let mut model = model(backend, T::ELEMENT, config);
     let shape = PassShape { recompute, length, ..SHAPE };
     let (activations, gradients, losses) = moh_testkit::models::pass(&mut model, shape);
     let mask = match recompute {
@@ -159,12 +159,12 @@ fn a_pass_with_another_router_is_the_cpus() {
 #[cfg(feature = "cuda-emulator")]
 fn take_steps<T: Element>(config: ModelConfig, recompute: Recompute) {
     let cuda = Cuda::emulated();
-    let mut model = model::<Cuda, T>(cuda.clone(), config);
+    let mut model = model(cuda.clone(), T::ELEMENT, config);
     let shape = PassShape { recompute, ..SHAPE };
     let mut training = Activations::new(&model, shape).unwrap();
     let evaluated = PassShape { training: false, ..shape };
     let mut evaluation = Activations::new(&model, evaluated).unwrap();
-    let zeros = || FlatBuffers::<Cuda, T>::zeros(&cuda, model.layout()).unwrap();
+    let zeros = || FlatBuffers::zeros(&cuda, T::ELEMENT, model.layout()).unwrap();
     let (mut gradients, mut moments) = (zeros(), [zeros(), zeros()]);
     let mut sums = StepSums::new(&cuda).unwrap();
     let memory_calls = || {

@@ -4,7 +4,7 @@
 use half::bf16;
 #[cfg(feature = "cuda-emulator")]
 use moh_kernels::Cuda;
-use moh_kernels::{Backend, Cpu, Element};
+use moh_kernels::{Backend, Cpu, Element, ElementType};
 use moh_model::{
     Architecture, BatchGenerator, BatchOptions, Chunk, Generator, Model, ModelConfig, MohConfig,
     PassHeads, RouterKind, SequenceId,
@@ -51,8 +51,8 @@ struct Run {
 
 /// Computes sequences together until each has `count` logits. A pass has parts of at most `part` tokens of prompts, and
 /// a token of each sequence with a complete prompt.
-fn generate<B: Backend, T: Element>(
-    generator: &mut BatchGenerator<'_, B, T>,
+fn generate<B: Backend>(
+    generator: &mut BatchGenerator<'_, B>,
     prompts: &[Vec<u32>],
     count: usize,
     part: usize,
@@ -83,8 +83,8 @@ fn generate<B: Backend, T: Element>(
 }
 
 /// Returns the logits after the prompt and `count - 1` likeliest tokens, by whole passes.
-fn by_whole_passes<B: Backend, T: Element>(
-    model: &mut Model<B, T>,
+fn by_whole_passes<B: Backend>(
+    model: &mut Model<B>,
     prompt: &[u32],
     count: usize,
 ) -> Vec<Vec<f32>> {
@@ -101,7 +101,7 @@ fn by_whole_passes<B: Backend, T: Element>(
 
 fn are_those_of_whole_passes<B: Backend + Clone, T: Element>(backend: B, tolerance: f32) {
     for config in configs() {
-        let mut model = model::<B, T>(backend.clone(), config.clone());
+        let mut model = model(backend.clone(), T::ELEMENT, config.clone());
         let prompts = [prompt(19, 3), prompt(1, 5), prompt(33, 7)];
         let found = {
             let mut generator = BatchGenerator::new(&model, options(40, 32)).unwrap();
@@ -136,7 +136,7 @@ fn logits_on_an_emulated_gpu_are_those_of_whole_passes() {
 /// Checks that each sequence alone, with its prompt in one pass, has the same bits as all sequences together in several
 /// ways.
 fn is_independent<T: Element>(config: ModelConfig) {
-    let model = model::<Cpu, T>(Cpu, config);
+    let model = model(Cpu, T::ELEMENT, config);
     let prompts = [prompt(25, 3), prompt(2, 5), prompt(40, 7), prompt(17, 11)];
     let alone: Vec<_> = (prompts.iter())
         .map(|prompt| {
@@ -170,13 +170,16 @@ fn a_sequence_has_the_same_bits_alone_and_among_others() {
 
 #[test]
 fn prompts_that_begin_alike_share_their_blocks() {
-    let model =
-        model::<Cpu, f32>(Cpu, config(10, false, Some(moh(RouterKind::TwoStage, &[3], &[2]))));
+    let model = model(
+        Cpu,
+        ElementType::F32,
+        config(10, false, Some(moh(RouterKind::TwoStage, &[3], &[2]))),
+    );
     let common = prompt(27, 3);
     let with = |tail: &[u32]| [&common, tail].concat();
     let prompts = [with(&[1, 2, 3]), with(&[4]), with(&[1, 2, 3]), common[..20].to_vec()];
     let mut generator = BatchGenerator::new(&model, options(64, 14)).unwrap();
-    let of = |generator: &mut BatchGenerator<'_, Cpu, f32>, prompt: &Vec<u32>, share| {
+    let of = |generator: &mut BatchGenerator<'_, Cpu>, prompt: &Vec<u32>, share| {
         generate(generator, std::slice::from_ref(prompt), 4, 64, share).remove(0)
     };
     let expected: Vec<_> = prompts.iter().map(|prompt| of(&mut generator, prompt, 0)).collect();
@@ -203,8 +206,11 @@ fn prompts_that_begin_alike_share_their_blocks() {
 
 #[test]
 fn a_single_sequence_takes_tokens_in_any_parts() {
-    let model =
-        model::<Cpu, f32>(Cpu, config(10, true, Some(moh(RouterKind::QueryNorm, &[3], &[2]))));
+    let model = model(
+        Cpu,
+        ElementType::F32,
+        config(10, true, Some(moh(RouterKind::QueryNorm, &[3], &[2]))),
+    );
     let ids = prompt(50, 3);
     let expected = Generator::new(&model, 64).unwrap().extend(&ids).unwrap();
     let mut parts = Generator::with_options(&model, 64, options(7, 8)).unwrap();
@@ -223,7 +229,7 @@ fn a_single_sequence_takes_tokens_in_any_parts() {
 
 #[test]
 fn what_a_pass_cannot_compute_is_refused_and_changes_nothing() {
-    let model = model::<Cpu, f32>(Cpu, config(10, true, None));
+    let model = model(Cpu, ElementType::F32, config(10, true, None));
     let mut generator = BatchGenerator::new(&model, options(24, 4)).unwrap();
     let [first, second] =
         [20, 16].map(|length| generator.add(&prompt(length, 3), usize::MAX).unwrap());
@@ -278,7 +284,7 @@ fn what_a_pass_cannot_compute_is_refused_and_changes_nothing() {
 
 #[test]
 fn the_logits_of_all_tokens_of_a_prompt_are_those_of_a_whole_pass() {
-    let mut model = model::<Cpu, f32>(Cpu, config(10, true, None));
+    let mut model = model(Cpu, ElementType::F32, config(10, true, None));
     let ids = prompt(30, 3);
     let found = {
         let mut generator = BatchGenerator::new(&model, options(16, 8)).unwrap();
@@ -298,7 +304,7 @@ fn heads_are_those_of_whole_passes<B: Backend + Clone>(backend: B) {
     let by_layer = moh(RouterKind::QueryNorm, &[3, 8], &[2, 0]);
     let others = configs().into_iter().map(|config| config.moh);
     for moh in others.chain([Some(by_layer)]) {
-        let mut model = model::<B, f32>(backend.clone(), config(10, true, moh.clone()));
+        let mut model = model(backend.clone(), ElementType::F32, config(10, true, moh.clone()));
         let prompts = [prompt(7, 3), prompt(4, 5)];
         let heads = {
             let mut generator = BatchGenerator::new(&model, options(40, 32)).unwrap();

@@ -2,7 +2,7 @@
 //! gradients of the step before, which count as zeros if they are marked as stale.
 
 use half::bf16;
-use moh_kernels::{Cpu, Element};
+use moh_kernels::{Cpu, Element, ElementType};
 use moh_model::layout::{ModelLayout, Segment};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{Activations, Error, Model, ModelConfig, PassShape, Recompute, StepSums};
@@ -16,11 +16,11 @@ fn of_two_passes<T: Element, G: Element>(
     before: f32,
     stale: bool,
 ) -> Vec<f32> {
-    let mut model = model::<Cpu, T>(Cpu, config(16, tied, Some(MOH)));
+    let mut model = model(Cpu, T::ELEMENT, config(16, tied, Some(MOH)));
     let shape = PassShape { length: 20, recompute, document_mask: false, ..SHAPE };
     let mut activations = Activations::new(&model, shape).unwrap();
     let mut sums = StepSums::new(&Cpu).unwrap();
-    let mut gradients = FlatBuffers::<Cpu, G>::zeros(&Cpu, model.layout()).unwrap();
+    let mut gradients = FlatBuffers::zeros(&Cpu, G::ELEMENT, model.layout()).unwrap();
     let fill = |_: &_, values: &mut [f32]| -> Result<(), Error> {
         values.fill(before);
         Ok(())
@@ -68,7 +68,8 @@ fn a_tensor_of_several_uploads_is_loaded_in_order() {
         values.iter_mut().enumerate().for_each(|(at, place)| *place = value(at));
         Ok::<_, Error>(())
     };
-    let model = Model::<Cpu, f32>::new(Cpu::open().unwrap(), config, 64, source).unwrap();
+    let model =
+        Model::<Cpu>::new(Cpu::open().unwrap(), ElementType::F32, config, 64, source).unwrap();
     let segment = &model.layout().flats[ModelLayout::EMBEDDING].segments[0];
     let loaded = model.weights().read(model.backend(), ModelLayout::EMBEDDING, segment).unwrap();
     assert!(loaded.len() > UPLOAD && !loaded.len().is_multiple_of(UPLOAD));

@@ -1,7 +1,7 @@
 //! A Mixture-of-Head model against section 2 of docs/design.md in f64, with gradients by candle's autograd: losses,
 //! selections, gates' gradients and all other gradients. Layers have the same heads or different heads.
 
-use moh_kernels::Cpu;
+use moh_kernels::{Cpu, ElementType};
 use moh_model::{
     Architecture, HeadCounts, Model, ModelConfig, MohConfig, PassShape, Recompute, RouterKind,
     SharedHeadSets,
@@ -13,7 +13,8 @@ fn is_the_reference(moh: MohConfig) {
     let config = ModelConfig { num_hidden_layers: 4, ..config(10, false, Some(moh)) };
     let (ids, targets) = micro_batch();
     for architecture in Architecture::ALL {
-        let mut model = model::<Cpu, f32>(Cpu, ModelConfig { architecture, ..config.clone() });
+        let mut model =
+            model(Cpu, ElementType::F32, ModelConfig { architecture, ..config.clone() });
         let reference = Reference::of(&model);
         let expected = reference.forward(&ids, &targets, 2).unwrap();
         for recompute in RECOMPUTE {
@@ -75,9 +76,9 @@ fn learned_routers_are_those_of_the_formulas() {
 fn another_attention_has_the_matrices_of_the_model() {
     let moh = |router, shared| moh(router, &[shared], &[2]);
     let mut two_stage =
-        model::<Cpu, f32>(Cpu, config(10, false, Some(moh(RouterKind::TwoStage, 3))));
+        model(Cpu, ElementType::F32, config(10, false, Some(moh(RouterKind::TwoStage, 3))));
     two_stage.set_moh(Some(moh(RouterKind::TwoStage, 5))).unwrap();
-    let mut dense = model::<Cpu, f32>(Cpu, config(10, false, None));
+    let mut dense = model(Cpu, ElementType::F32, config(10, false, None));
     let missing = "the model was created without model.layers.0.self_attn.router.weight, which its router needs";
     let [unused, stages] = ["", ".stages"].map(|part| {
         format!("model.layers.0.self_attn.router{part}.weight is in the model, and not used")
@@ -94,7 +95,7 @@ fn another_attention_has_the_matrices_of_the_model() {
     assert!(two_stage.set_moh(None).is_err());
     assert_eq!(two_stage.config().moh, Some(moh(RouterKind::TwoStage, 5)));
     // The tensors that a model lacks are named layer by layer.
-    let added = |model: &Model<Cpu, f32>, to| model.config().added_tensors(Some(&to)).unwrap();
+    let added = |model: &Model<Cpu>, to| model.config().added_tensors(Some(&to)).unwrap();
     let names = added(&dense, moh(RouterKind::TwoStage, 3));
     assert_eq!(names.len(), 2 * dense.config().num_hidden_layers);
     assert_eq!(names[1], "model.layers.0.self_attn.router.stages.weight");

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use moh_hf::{ConfigFile, Error, WeightFiles};
-use moh_kernels::Cpu;
+use moh_kernels::{Cpu, ElementType};
 use moh_model::{
     Activations, AuxiliaryLoss, AuxiliaryLosses, EndsPass, FlatBuffers, Generator, LossConfig,
     Model, MohConfig, PassShape, Recompute, RouterKind, StepSums, Sums,
@@ -18,13 +18,13 @@ const LOGITS: f32 = 1e-4;
 /// Relative tolerance of losses and of each gradient (L2).
 const RELATIVE: f64 = 1e-4;
 
-fn load(dir: &Path, moh: Option<MohConfig>) -> Model<Cpu, f32> {
+fn load(dir: &Path, moh: Option<MohConfig>) -> Model<Cpu> {
     let mut config = ConfigFile::read(&dir.join("config.json")).unwrap().config;
     config.moh = moh;
     let weights = WeightFiles::open(dir).unwrap();
     weights.check(&config).unwrap();
     let positions = config.max_position_embeddings;
-    Model::new::<Error>(Cpu, config, positions, |segment, values| {
+    Model::new::<Error>(Cpu, ElementType::F32, config, positions, |segment, values| {
         weights.read_f32(&segment.name, values)
     })
     .unwrap()
@@ -54,7 +54,7 @@ impl Vector {
         vectors.map(read).collect()
     }
 
-    fn model(&self, moh: Option<MohConfig>) -> Model<Cpu, f32> {
+    fn model(&self, moh: Option<MohConfig>) -> Model<Cpu> {
         load(&fixtures().join("vectors").join(self.entry["model"].as_str().unwrap()), moh)
     }
 
@@ -108,12 +108,12 @@ fn relative_l2(left: &[f32], right: &[f32]) -> f64 {
 
 /// Computes a training pass, and returns (cross-entropy, balance loss).
 fn pass(
-    model: &mut Model<Cpu, f32>,
+    model: &mut Model<Cpu>,
     vector: &Vector,
     recompute: Recompute,
     straight_through: bool,
-    gradients: &mut FlatBuffers<Cpu, f32>,
-) -> (f64, f64, Activations<Cpu, f32>) {
+    gradients: &mut FlatBuffers<Cpu>,
+) -> (f64, f64, Activations<Cpu>) {
     let (batch, length, ids, targets) = vector.batch();
     let shape = PassShape { training: true, ..PassShape::evaluation(batch, length, recompute) };
     let mut activations = Activations::new(model, shape).unwrap();
@@ -132,10 +132,10 @@ fn pass(
 }
 
 fn check_gradients(
-    model: &Model<Cpu, f32>,
+    model: &Model<Cpu>,
     vector: &Vector,
     prefix: &str,
-    gradients: &FlatBuffers<Cpu, f32>,
+    gradients: &FlatBuffers<Cpu>,
 ) {
     for (flat, segment) in model.layout().segments() {
         let ours = gradients.read(&Cpu, flat, segment).unwrap();
@@ -150,7 +150,7 @@ fn check_gradients(
 fn dense_logits_loss_and_gradients_match_the_fixtures() {
     for vector in Vector::all() {
         let mut model = vector.model(None);
-        let mut gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
+        let mut gradients = FlatBuffers::zeros(&Cpu, ElementType::F32, model.layout()).unwrap();
         let (loss, balance, activations) =
             pass(&mut model, &vector, Recompute::None, true, &mut gradients);
         let logits = model.logits(&activations).unwrap();
@@ -174,7 +174,7 @@ fn moh_logits_masks_gates_losses_and_gradients_match_the_fixtures() {
     for vector in Vector::all() {
         let mut model = vector.model(Some(vector.moh()));
         for (straight_through, prefix) in [(true, "grad"), (false, "grad_noste")] {
-            let mut gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
+            let mut gradients = FlatBuffers::zeros(&Cpu, ElementType::F32, model.layout()).unwrap();
             let (loss, balance, activations) =
                 pass(&mut model, &vector, Recompute::None, straight_through, &mut gradients);
             let error = worst(&model.logits(&activations).unwrap(), &vector.f32("moh_logits"));
@@ -212,7 +212,7 @@ fn greedy_continuations_match_the_fixtures() {
     }
 }
 
-fn continue_greedily(model: &Model<Cpu, f32>, prompt: &[u32], length: usize) -> Vec<u32> {
+fn continue_greedily(model: &Model<Cpu>, prompt: &[u32], length: usize) -> Vec<u32> {
     let mut generator = Generator::new(model, length).unwrap();
     let mut ids = prompt.to_vec();
     let mut logits = generator.extend(prompt).unwrap();

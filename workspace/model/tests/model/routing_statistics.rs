@@ -3,7 +3,7 @@
 
 #[cfg(feature = "cuda-emulator")]
 use moh_kernels::Cuda;
-use moh_kernels::{Backend, Cpu};
+use moh_kernels::{Backend, Cpu, ElementType};
 use moh_model::router::RoutingStatistics;
 use moh_model::{Activations, Model, MohConfig, PassShape, Recompute, RouterKind, StepSums};
 use moh_testkit::models::{SHAPE, config, model, moh, upload};
@@ -12,10 +12,7 @@ use moh_testkit::models::{SHAPE, config, model, moh, upload};
 const TOKENS: usize = 40;
 
 /// Returns the statistics of an evaluation with this recomputation.
-fn evaluated<B: Backend + Clone>(
-    model: &mut Model<B, f32>,
-    recompute: Recompute,
-) -> RoutingStatistics {
+fn evaluated<B: Backend + Clone>(model: &mut Model<B>, recompute: Recompute) -> RoutingStatistics {
     let backend = model.backend().clone();
     let shape = PassShape { recompute, training: false, ..SHAPE };
     let mut activations = Activations::new(model, shape).unwrap();
@@ -27,7 +24,7 @@ fn evaluated<B: Backend + Clone>(
 }
 
 fn agrees<B: Backend + Clone>(backend: B, moh: MohConfig) {
-    let mut model = model::<B, f32>(backend.clone(), config(16, true, Some(moh)));
+    let mut model = model(backend.clone(), ElementType::F32, config(16, true, Some(moh)));
     let shape = PassShape { recompute: Recompute::None, training: false, ..SHAPE };
     let mut activations = Activations::new(&model, shape).unwrap();
     upload(&backend, &mut activations, 0);

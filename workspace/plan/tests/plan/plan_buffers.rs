@@ -3,9 +3,8 @@
 
 use std::path::Path;
 
-use half::bf16;
 use moh_comm::{Coordinates, RankLayout, World};
-use moh_kernels::{Cpu, Element, Purpose};
+use moh_kernels::{Cpu, Purpose};
 use moh_model::{Model, ModelConfig, ModelParallel, Shard, Teacher};
 use moh_plan::{Layout, Plan, RankMemory, step_config};
 use moh_recipe::{Recipe, Stage, StageDataOptions};
@@ -63,7 +62,7 @@ fn planned(memory: &RankMemory) -> Found {
 
 /// Constructs the buffers of a run on this rank in stage `index`, and runs two steps, the second with norms by block.
 /// Returns the bytes allocated before the steps, on the one thread of its pool.
-fn allocated<T: Element, G: Element, M: Element>(
+fn allocated(
     (recipe, index): (&Recipe, usize),
     config: &ModelConfig,
     layout: Layout,
@@ -80,8 +79,9 @@ fn allocated<T: Element, G: Element, M: Element>(
     let parallel =
         ModelParallel::new(&config, groups.pipeline, virtual_stages, groups.tensor).unwrap();
     let model = |config: &ModelConfig, parallel: ModelParallel, data_ranks: usize| {
-        Model::<Cpu, T>::of_part::<moh_model::Error>(
+        Model::of_part::<moh_model::Error>(
             Cpu,
+            recipe.run.dtype,
             config.clone(),
             recipe.longest_sequence(),
             parallel,
@@ -104,13 +104,13 @@ fn allocated<T: Element, G: Element, M: Element>(
     };
     let mut model = model(&config, parallel, layout.data);
     let shard = Shard::from_group(&groups.data);
-    let mut optimizer = OptimizerState::<Cpu, M>::new(&model, shard).unwrap();
+    let mut optimizer = OptimizerState::new(&model, recipe.precision.moments, shard).unwrap();
     let groups = StepGroups { all, data: groups.data };
     let step = step_config(recipe, stage);
     let batch = step.micro_batch;
     model.set_teacher(of_teacher(&step)).unwrap();
-    let mut stepper = Stepper::<Cpu, T, G>::new(&model, step, groups).unwrap();
-    let _evaluator = Evaluator::<Cpu, T>::new(&model, batch, length).unwrap();
+    let mut stepper = Stepper::new(&model, step, groups).unwrap();
+    let _evaluator = Evaluator::new(&model, batch, length).unwrap();
     let allocated =
         || Found { buffers: Cpu.allocated() - before, scratch: Cpu.thread_scratch()[0] as u64 };
     let found = allocated();
@@ -133,16 +133,12 @@ fn allocated<T: Element, G: Element, M: Element>(
     found
 }
 
-fn compare<T: Element, G: Element, M: Element>(layout: Layout, overrides: &[&str]) {
+fn compare(layout: Layout, overrides: &[&str]) {
     let (recipe, config) = read(overrides);
-    compare_stage::<T, G, M>(layout, (&recipe, 0), &config);
+    compare_stage(layout, (&recipe, 0), &config);
 }
 
-fn compare_stage<T: Element, G: Element, M: Element>(
-    layout: Layout,
-    (recipe, index): (&Recipe, usize),
-    config: &ModelConfig,
-) {
+fn compare_stage(layout: Layout, (recipe, index): (&Recipe, usize), config: &ModelConfig) {
     let run = |world: World| {
         let (recipe, config) = (recipe.clone(), config.clone());
         std::thread::spawn(move || {
@@ -152,7 +148,7 @@ fn compare_stage<T: Element, G: Element, M: Element>(
                 let place: Coordinates = arranged.unwrap().coordinates(world.rank());
                 let stage = &recipe.stages[index];
                 let memory = RankMemory::of_rank(&recipe, stage, &config, layout, place).unwrap();
-                let found = allocated::<T, G, M>((&recipe, index), &config, layout, &world);
+                let found = allocated((&recipe, index), &config, layout, &world);
                 assert_eq!(found, planned(&memory), "{layout:?} {place:?}");
                 world.close().unwrap();
                 memory.total()
@@ -175,17 +171,17 @@ fn compare_stage<T: Element, G: Element, M: Element>(
 fn one_rank_allocates_what_is_planned() {
     for recompute in ["none", "cheap", "block"] {
         let recompute = format!("memory.recompute={recompute}");
-        compare::<f32, f32, f32>(Layout::ALONE, &[&recompute]);
+        compare(Layout::ALONE, &[&recompute]);
         let in_bf16 = [&recompute, "run.dtype=bf16", "precision.moments=bf16"];
-        compare::<bf16, f32, bf16>(Layout::ALONE, &in_bf16);
+        compare(Layout::ALONE, &in_bf16);
     }
     let dense = ["stage.moh.attention=dense", "data.document_mask=false"];
-    compare::<f32, f32, f32>(Layout::ALONE, &dense);
+    compare(Layout::ALONE, &dense);
     let mixed = [MIXED_SHARED, MIXED_TOP_K];
-    compare::<f32, f32, f32>(Layout::ALONE, &mixed);
+    compare(Layout::ALONE, &mixed);
     for recompute in ["none", "cheap", "block"] {
         let recompute = format!("memory.recompute={recompute}");
-        compare::<bf16, f32, f32>(Layout::ALONE, &[&recompute, QWEN3, "run.dtype=bf16"]);
+        compare(Layout::ALONE, &[&recompute, QWEN3, "run.dtype=bf16"]);
     }
 }
 
@@ -197,7 +193,7 @@ fn stages_of_other_sequence_lengths_allocate_what_is_planned() {
     long.data = Some(StageDataOptions { sequence_length, document_mask, ..Default::default() });
     recipe.stages.push(long);
     for index in [0, 1] {
-        compare_stage::<f32, f32, f32>(Layout::ALONE, (&recipe, index), &config);
+        compare_stage(Layout::ALONE, (&recipe, index), &config);
     }
 }
 
@@ -220,16 +216,16 @@ fn every_rank_of_a_layout_allocates_what_is_planned() {
         layout(2, 2, 2, 1),
     ] {
         let overrides: Vec<&str> = divided.iter().map(String::as_str).collect();
-        compare::<f32, f32, f32>(layout, &overrides);
+        compare(layout, &overrides);
         let rounded = ["run.dtype=bf16", "precision.reduce=bf16", "memory.recompute=none"];
-        compare::<bf16, f32, f32>(layout, &[&overrides[..], &rounded].concat());
+        compare(layout, &[&overrides[..], &rounded].concat());
         let mixed = [QWEN3, MIXED_SHARED, MIXED_TOP_K];
-        compare::<f32, f32, f32>(layout, &[&overrides[..], &mixed].concat());
-        compare::<f32, f32, f32>(layout, &[&overrides[..], &[TEACHER]].concat());
-        compare::<bf16, f32, f32>(layout, &[&overrides[..], &rounded, &[TEACHER]].concat());
+        compare(layout, &[&overrides[..], &mixed].concat());
+        compare(layout, &[&overrides[..], &[TEACHER]].concat());
+        compare(layout, &[&overrides[..], &rounded, &[TEACHER]].concat());
     }
     let tied = "model.new.tie_word_embeddings=true";
     let (layout, divided) = layout(1, 1, 2, 1);
     let overrides: Vec<&str> = divided.iter().map(String::as_str).chain([tied]).collect();
-    compare::<f32, f32, f32>(layout, &overrides);
+    compare(layout, &overrides);
 }

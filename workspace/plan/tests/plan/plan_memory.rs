@@ -5,9 +5,8 @@
 use std::process::Command;
 
 use crate::plan_buffers::read;
-use half::bf16;
 use moh_comm::World;
-use moh_kernels::{Cpu, Element};
+use moh_kernels::Cpu;
 use moh_model::{Model, ModelConfig, Shard};
 use moh_plan::{Plan, step_config};
 use moh_recipe::Recipe;
@@ -35,19 +34,20 @@ fn own_bytes() -> u64 {
 }
 
 /// Returns the bytes of all parts of a stage: weights, optimiser, gradients, activations, evaluation.
-fn allocated<T: Element, G: Element, M: Element>(recipe: &Recipe, config: ModelConfig) -> u64 {
+fn allocated(recipe: &Recipe, config: ModelConfig) -> u64 {
     // Threads have stacks of their own, so they are started first.
     rayon::broadcast(|_| ());
     let before = own_bytes();
     let step = step_config(recipe, &recipe.stages[0]);
     let (length, batch) = (step.sequence_length, step.micro_batch);
     let model =
-        Model::<Cpu, T>::new::<moh_model::Error>(Cpu, config, length, |_, _| Ok(())).unwrap();
-    let optimizer = OptimizerState::<Cpu, M>::new(&model, Shard::WHOLE).unwrap();
+        Model::new::<moh_model::Error>(Cpu, recipe.run.dtype, config, length, |_, _| Ok(()))
+            .unwrap();
+    let optimizer = OptimizerState::new(&model, recipe.precision.moments, Shard::WHOLE).unwrap();
     let group = World::single().group().clone();
     let groups = StepGroups { all: group.clone(), data: group };
-    let stepper = Stepper::<Cpu, T, G>::new(&model, step, groups).unwrap();
-    let evaluator = Evaluator::<Cpu, T>::new(&model, batch, length).unwrap();
+    let stepper = Stepper::new(&model, step, groups).unwrap();
+    let evaluator = Evaluator::new(&model, batch, length).unwrap();
     let taken = own_bytes() - before;
     // The next case must not reuse this case's memory.
     std::mem::forget((model, optimizer, stepper, evaluator));
@@ -93,9 +93,5 @@ fn planned_and_allocated((recompute, dtype, router): (&str, &str, &str)) -> (u64
     // No checkpoint is written here.
     let planned = memory.total() - memory.staging - memory.thread_scratch;
     let config = ModelConfig { moh: recipe.stages[0].moh_config(&config).unwrap(), ..config };
-    let allocated = match dtype {
-        "bf16" => allocated::<bf16, f32, f32>(&recipe, config),
-        _ => allocated::<f32, f32, f32>(&recipe, config),
-    };
-    (planned, allocated)
+    (planned, allocated(&recipe, config))
 }

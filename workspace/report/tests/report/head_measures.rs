@@ -5,7 +5,7 @@
 use std::collections::HashSet;
 use std::ops::ControlFlow;
 
-use moh_kernels::Cpu;
+use moh_kernels::{Cpu, ElementType};
 use moh_model::tensors::tensor_shapes;
 use moh_model::{
     Architecture, HeadCounts, Model, ModelConfig, MohConfig, RouterKind, SharedHeadSets, initial,
@@ -94,7 +94,7 @@ fn loads_are_those_of_the_heads_that_the_model_selects() {
         let load = |segment: &moh_model::layout::Segment, values: &mut [f32]| {
             source(&segment.name, values)
         };
-        let mut model = Model::<Cpu, f32>::new(Cpu, config.clone(), LENGTH, load).unwrap();
+        let mut model = Model::new(Cpu, ElementType::F32, config.clone(), LENGTH, load).unwrap();
         for (text, HeadText { ids, .. }) in texts().iter().enumerate() {
             let windows: Vec<Vec<u32>> = ids.chunks(LENGTH).map(<[u32]>::to_vec).collect();
             let output = model.run(&windows).unwrap();

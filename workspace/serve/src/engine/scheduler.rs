@@ -11,8 +11,8 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
+use moh_kernels::Backend;
 use moh_kernels::sampling::RowChoice;
-use moh_kernels::{Backend, Element};
 use moh_model::{BatchGenerator, BatchOptions, Chunk, Error, Model, PassHeads, SequenceId};
 
 use super::queue::{EventSender, Inbox, Submission};
@@ -49,9 +49,9 @@ pub enum Admission {
 }
 
 /// Computes sequences together.
-pub struct Scheduler<'a, B: Backend, T: Element> {
-    model: &'a Model<B, T>,
-    batch: BatchGenerator<'a, B, T>,
+pub struct Scheduler<'a, B: Backend> {
+    model: &'a Model<B>,
+    batch: BatchGenerator<'a, B>,
     limits: Limits,
     /// The number of the tokenizer's ids: only these are generated.
     vocab_size: usize,
@@ -74,10 +74,10 @@ struct Planned {
     chunk: Chunk,
 }
 
-impl<'a, B: Backend, T: Element> Scheduler<'a, B, T> {
+impl<'a, B: Backend> Scheduler<'a, B> {
     /// Creates a scheduler, and allocates the buffers of its passes.
     pub fn new(
-        model: &'a Model<B, T>,
+        model: &'a Model<B>,
         options: BatchOptions,
         limits: Limits,
         vocab_size: usize,

@@ -3,15 +3,15 @@
 use std::fs;
 use std::path::Path;
 
-use moh_kernels::Cpu;
+use moh_kernels::{Cpu, ElementType};
 use moh_model::{Generator, LogProbabilities, Model};
 use serde_json::{Value, json};
 
 use crate::client::{Server, moh_serve, prepared, served};
 use moh_testkit::programs::WORDS;
 
-fn model(dir: &Path) -> Model<Cpu, f32> {
-    moh_program::models::load(Cpu, &dir.join("moh"), 64).unwrap()
+fn model(dir: &Path) -> Model<Cpu> {
+    moh_program::models::load(Cpu, ElementType::F32, &dir.join("moh"), 64).unwrap()
 }
 
 fn best(logits: &[f32]) -> u32 {
@@ -20,11 +20,7 @@ fn best(logits: &[f32]) -> u32 {
 }
 
 /// Returns the likeliest tokens after a prompt, with their log-probabilities and heads.
-fn likeliest(
-    model: &Model<Cpu, f32>,
-    prompt: &[u32],
-    count: usize,
-) -> Vec<(u32, LogProbabilities)> {
+fn likeliest(model: &Model<Cpu>, prompt: &[u32], count: usize) -> Vec<(u32, LogProbabilities)> {
     let mut generator = Generator::new(model, 64).unwrap();
     let mut logits = generator.extend(prompt).unwrap();
     let mut found = Vec::new();

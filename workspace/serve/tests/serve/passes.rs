@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use moh_kernels::Cpu;
-use moh_model::{BatchOptions, Model, Sampling};
+use moh_kernels::{Cpu, ElementType};
+use moh_model::{BatchOptions, Sampling};
 use moh_serve::engine::{
     Admission, Event, Events, Handle, Inbox, Limits, Request, Scheduler, queue,
 };
@@ -47,7 +47,7 @@ fn events(events: &mut Events) -> Vec<Event> {
 
 /// Computes a sequence to its end; returns its events and the number of passes.
 fn finish(
-    scheduler: &mut Scheduler<'_, Cpu, f32>,
+    scheduler: &mut Scheduler<'_, Cpu>,
     inbox: &Inbox,
     sequence: &mut Events,
 ) -> (Vec<Event>, usize) {
@@ -66,8 +66,8 @@ fn finish(
 #[test]
 fn a_short_prompt_is_answered_within_three_passes_whatever_waits() {
     let dir = prepared();
-    let model: Model<Cpu, f32> =
-        moh_program::models::load(Cpu, &dir.path().join("moh"), 64).unwrap();
+    let model =
+        moh_program::models::load(Cpu, ElementType::F32, &dir.path().join("moh"), 64).unwrap();
     let start = |blocks| {
         let (handle, inbox) = queue(1000);
         let sizes =

@@ -40,6 +40,7 @@ fn step_config(reduce: ElementType) -> StepConfig {
         auxiliary_weights: AuxiliaryLosses::all(0.01),
         distillation: None,
         optimizer: Hyperparameters::default(),
+        gradients: ElementType::F32,
         reduce,
     }
 }
@@ -64,14 +65,14 @@ impl Ranks {
     }
 }
 
-struct Rank<T: Element> {
-    model: Model<Cpu, T>,
-    optimizer: OptimizerState<Cpu, f32>,
-    stepper: Stepper<Cpu, T, f32>,
+struct Rank {
+    model: Model<Cpu>,
+    optimizer: OptimizerState<Cpu>,
+    stepper: Stepper<Cpu>,
 }
 
-impl<T: Element> Rank<T> {
-    fn new(world: &World, ranks: Ranks) -> Self {
+impl Rank {
+    fn new(world: &World, element: ElementType, ranks: Ranks) -> Self {
         let all = world.group().clone();
         let layout = RankLayout::new(all.size(), ranks.tensor, ranks.pipeline).unwrap();
         let groups = layout.groups(&all).unwrap();
@@ -82,8 +83,9 @@ impl<T: Element> Rank<T> {
             Ok::<_, moh_model::Error>(())
         };
         let data = groups.data.clone();
-        let model = Model::of_part(Cpu, config, LENGTH, part, data.size(), fill).unwrap();
-        let optimizer = OptimizerState::new(&model, Shard::from_group(&data)).unwrap();
+        let model = Model::of_part(Cpu, element, config, LENGTH, part, data.size(), fill).unwrap();
+        let moments = ElementType::F32;
+        let optimizer = OptimizerState::new(&model, moments, Shard::from_group(&data)).unwrap();
         let stepper =
             Stepper::new(&model, step_config(ranks.reduce), StepGroups { all, data }).unwrap();
         Rank { model, optimizer, stepper }
@@ -130,8 +132,8 @@ impl<T: Element> Rank<T> {
 }
 
 /// Compares a run with steps that are not applied with a run without these steps.
-fn leaves_nothing_behind<T: Element>(world: &World, ranks: Ranks) {
-    let (mut guarded, mut control) = (Rank::<T>::new(world, ranks), Rank::<T>::new(world, ranks));
+fn leaves_nothing_behind(world: &World, element: ElementType, ranks: Ranks) {
+    let [mut guarded, mut control] = [(); 2].map(|()| Rank::new(world, element, ranks));
     let free = Limits::FINITE;
     assert_eq!(guarded.step(0, 1, free), control.step(0, 1, free));
     let before = guarded.state();
@@ -166,8 +168,8 @@ fn a_step_that_is_not_applied_leaves_nothing_behind() {
         for (tied, reduce) in [(true, ElementType::F32), (false, ElementType::BF16)] {
             let ranks = Ranks { data, tensor, pipeline, tied, reduce };
             ranks.run(|world| {
-                leaves_nothing_behind::<f32>(world, ranks);
-                leaves_nothing_behind::<half::bf16>(world, ranks);
+                leaves_nothing_behind(world, ElementType::F32, ranks);
+                leaves_nothing_behind(world, ElementType::BF16, ranks);
             });
         }
     }
@@ -196,7 +198,8 @@ impl ReadSample for &Recording {
 fn each_rank_reads_its_samples_of_the_next_step_ahead() {
     let ranks = Ranks { data: 2, tensor: 1, pipeline: 1, tied: false, reduce: ElementType::F32 };
     ranks.run(|world| {
-        let Rank { mut model, mut optimizer, mut stepper } = Rank::<f32>::new(world, ranks);
+        let Rank { mut model, mut optimizer, mut stepper } =
+            Rank::new(world, ElementType::F32, ranks);
         let recording = Recording::default();
         let own = 2 * world.rank() as u64;
         // The third step follows a return that skips samples.

@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use moh_hf::{ConfigFile, Error, WeightFiles};
-use moh_kernels::Cpu;
 use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
+use moh_kernels::{Cpu, ElementType};
 use moh_model::{
     Activations, AuxiliaryLoss, AuxiliaryLosses, EndsPass, FlatBuffers, LossConfig, Model,
     MohConfig, PassShape, Recompute, RouterKind, Shard, StepSums, Sums,
@@ -41,7 +41,7 @@ fn ten_steps(vectors: &Path, entry: &Value) {
         routed_top_k: (entry["routed_top_k"].as_u64().unwrap() as usize).into(),
     });
     let weights = WeightFiles::open(&directory).unwrap();
-    let mut model = Model::<Cpu, f32>::new::<Error>(Cpu, config, 512, |segment, values| {
+    let mut model = Model::new::<Error>(Cpu, ElementType::F32, config, 512, |segment, values| {
         weights.read_f32(&segment.name, values)
     })
     .unwrap();
@@ -57,10 +57,10 @@ fn ten_steps(vectors: &Path, entry: &Value) {
         PassShape { training: true, ..PassShape::evaluation(batch, length, Recompute::None) };
     let mut activations = Activations::new(&model, shape).unwrap();
     activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
-    let mut gradients = FlatBuffers::<Cpu, f32>::zeros(&Cpu, model.layout()).unwrap();
-    let optimizer = OptimizerState::<Cpu, f32>::new(&model, Shard::WHOLE).unwrap();
-    let mut first_moment = FlatBuffers::<Cpu, f32>::zeros(&Cpu, model.layout()).unwrap();
-    let mut second_moment = FlatBuffers::<Cpu, f32>::zeros(&Cpu, model.layout()).unwrap();
+    let mut gradients = FlatBuffers::zeros(&Cpu, ElementType::F32, model.layout()).unwrap();
+    let optimizer = OptimizerState::new(&model, ElementType::F32, Shard::WHOLE).unwrap();
+    let mut first_moment = FlatBuffers::zeros(&Cpu, ElementType::F32, model.layout()).unwrap();
+    let mut second_moment = FlatBuffers::zeros(&Cpu, ElementType::F32, model.layout()).unwrap();
     let mut sums = StepSums::new(&Cpu).unwrap();
     let count = (batch * (length - 1)) as f64;
     let scale = LossConfig {
@@ -96,13 +96,13 @@ fn ten_steps(vectors: &Path, entry: &Value) {
         // whole buffers.
         for flat in 0..model.layout().flats.len() {
             let range = 0..model.layout().flats[flat].len;
-            Cpu.adamw(AdamWUpdate {
+            Cpu.adamw::<f32, f32, f32>(AdamWUpdate {
                 step: &constants,
-                gradients: gradients.view(flat, range.clone()),
-                weights: model.weights_mut().view_mut(flat, range.clone()),
+                gradients: gradients.view(flat, range.clone()).typed(),
+                weights: model.weights_mut().view_mut(flat, range.clone()).typed(),
                 remainder: None,
-                first_moment: first_moment.view_mut(flat, range.clone()),
-                second_moment: second_moment.view_mut(flat, range),
+                first_moment: first_moment.view_mut(flat, range.clone()).typed(),
+                second_moment: second_moment.view_mut(flat, range).typed(),
             })
             .unwrap();
         }
@@ -112,7 +112,7 @@ fn ten_steps(vectors: &Path, entry: &Value) {
 
 /// Compares f32 with f64 after ten steps. The reference's own f32 run differs from its f64 run by up to 2e-4 in single
 /// weights, because Adam divides small gradients by their own size.
-fn check_final(vectors: &Path, reference: &Value, model: &Model<Cpu, f32>) {
+fn check_final(vectors: &Path, reference: &Value, model: &Model<Cpu>) {
     let file = vectors.join(reference["final_params"].as_str().unwrap());
     let bytes = std::fs::read(file).unwrap();
     let expected = SafeTensors::deserialize(&bytes).unwrap();

@@ -121,16 +121,16 @@ fn step_of(reference: &Reference, teacher: Option<&Reference>) -> candle_core::R
 }
 
 /// Returns a dense model with other sizes.
-fn teacher() -> Model<Cpu, f32> {
+fn teacher() -> Model<Cpu> {
     let sizes = config(12, false, None);
     let config =
         ModelConfig { hidden_size: 32, intermediate_size: 56, num_hidden_layers: 3, ..sizes };
-    model(Cpu, config)
+    model(Cpu, ElementType::F32, config)
 }
 
 fn is_the_reference(architecture: Architecture, recompute: Recompute, has_teacher: bool) {
     let config = ModelConfig { architecture, ..config(10, false, Some(MOH)) };
-    let mut model = model::<Cpu, f32>(Cpu, config);
+    let mut model = model(Cpu, ElementType::F32, config);
     let reference = Reference::of(&model);
     let teacher = has_teacher.then(teacher);
     let other = teacher.as_ref().map(Reference::of);
@@ -138,7 +138,8 @@ fn is_the_reference(architecture: Architecture, recompute: Recompute, has_teache
     let distillation = has_teacher.then_some(DISTILLATION);
 
     let all = World::single().group().clone();
-    let mut optimizer = OptimizerState::<Cpu, f32>::new(&model, Shard::from_group(&all)).unwrap();
+    let mut optimizer =
+        OptimizerState::new(&model, ElementType::F32, Shard::from_group(&all)).unwrap();
     let config = StepConfig {
         stage: "test".into(),
         sequence_length: SHAPE.length,
@@ -150,6 +151,7 @@ fn is_the_reference(architecture: Architecture, recompute: Recompute, has_teache
         distillation,
         // Without decay the first moment is the gradient.
         optimizer: Hyperparameters { beta1: 0.0, clip_norm: 1e30, ..Hyperparameters::default() },
+        gradients: ElementType::F32,
         reduce: ElementType::F32,
     };
     let teacher = teacher.map(|teacher| {
@@ -158,7 +160,7 @@ fn is_the_reference(architecture: Architecture, recompute: Recompute, has_teache
     });
     model.set_teacher(teacher).unwrap();
     let groups = StepGroups { data: all.clone(), all };
-    let mut stepper = Stepper::<Cpu, f32, f32>::new(&model, config, groups).unwrap();
+    let mut stepper = Stepper::new(&model, config, groups).unwrap();
     let update = Update { number: 1, learning_rate: 1e-3, limits: Limits::FINITE };
     let found = stepper.step(&mut model, &mut optimizer, Masked, 0, update).unwrap();
 

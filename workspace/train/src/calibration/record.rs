@@ -6,7 +6,7 @@ use std::path::Path;
 use moh_calibrate::{Calibration, CalibrationTokens};
 use moh_checkpoint::run_directory::RunDirectory;
 use moh_checkpoint::run_log::{CalibratedLayer, StageCalibration};
-use moh_kernels::{Backend, Element};
+use moh_kernels::Backend;
 use moh_model::{Model, ModelConfig, MohConfig, RouterKind, SharedHeadSets};
 use moh_step::OptimizerState;
 use serde::{Deserialize, Serialize};
@@ -119,11 +119,11 @@ impl CalibrationRecord {
     }
 
     /// Writes this rank's slices of the fitted matrices into its part of a model.
-    pub(crate) fn apply<B: Backend + Clone, T: Element, M: Element>(
+    pub(crate) fn apply<B: Backend + Clone>(
         &self,
         run: &RunDirectory,
-        model: &mut Model<B, T>,
-        optimizer: &mut OptimizerState<B, M>,
+        model: &mut Model<B>,
+        optimizer: &mut OptimizerState<B>,
     ) -> Result<()> {
         let layers = self.layers(run)?;
         let layout = model.layout().clone();

@@ -9,8 +9,8 @@ use moh_checkpoint::run_directory::{RunDirectory, growth};
 use moh_checkpoint::{RunState, StageExtension, StoredCheckpoint, steps_at};
 use moh_comm::World;
 use moh_data::TrainingData;
-use moh_kernels::open_device::{InTrainingElements, OnDevice, OpenDevice, in_training_elements};
-use moh_kernels::{Backend, Element};
+use moh_kernels::Backend;
+use moh_kernels::open_device::{OnDevice, OpenDevice};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
@@ -23,11 +23,10 @@ use moh_step::{
 };
 
 use crate::calibration::{CalibrationRecord, attention_of};
-use crate::run::types;
 use crate::run_data::RunData;
 use crate::run_inputs::check_order;
 use crate::teacher::Teachers;
-use crate::trainer::{attention_before, initial_model};
+use crate::trainer::{attention_before, initial_model, zeros_of_part};
 use crate::{Error, ModelSource, Result};
 
 /// A replayed step.
@@ -146,23 +145,9 @@ impl OnDevice for Job<'_> {
     type Output = Result<Replay>;
 
     fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
-        in_training_elements(types(self.recipe), Replaying { job: self, backend })
-    }
-}
-
-/// A replay on its device, before its element types are known.
-struct Replaying<'a, B: Backend> {
-    job: Job<'a>,
-    backend: B,
-}
-
-impl<B: Backend + Clone> InTrainingElements for Replaying<'_, B> {
-    type Output = Result<Replay>;
-
-    fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
-        let mut replayer = Replayer::<B, T, M>::new(self.backend, self.job)?;
+        let mut replayer = Replayer::new(backend, self)?;
         loop {
-            if let Some(replay) = replayer.advance::<G>()? {
+            if let Some(replay) = replayer.advance()? {
                 return Ok(replay);
             }
         }
@@ -170,14 +155,14 @@ impl<B: Backend + Clone> InTrainingElements for Replaying<'_, B> {
 }
 
 /// A run that is repeated on one rank.
-struct Replayer<'a, B: Backend, T: Element, M: Element> {
+struct Replayer<'a, B: Backend> {
     job: Job<'a>,
-    model: Model<B, T>,
-    optimizer: OptimizerState<B, M>,
+    model: Model<B>,
+    optimizer: OptimizerState<B>,
     state: RunState,
 }
 
-impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
+impl<'a, B: Backend + Clone> Replayer<'a, B> {
     /// Loads the checkpoint, or the initial model.
     fn new(backend: B, job: Job<'a>) -> Result<Self> {
         let (source, stored) = (job.source, &job.stored);
@@ -187,23 +172,22 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         growth::reopen(&mut state, job.recipe);
         let mut config = source.config.clone();
         config.moh = attention_before(job.run, source, stored.as_ref())?;
-        let length = job.recipe.longest_sequence();
-        let whole = ModelParallel::whole(&config);
+        let (recipe, whole) = (job.recipe, ModelParallel::whole(&config));
         let Some(stored) = stored else {
             let (model, optimizer) =
-                initial_model(backend, config, length, whole, Shard::WHOLE, source)?;
+                initial_model(backend, recipe, config, whole, Shard::WHOLE, source)?;
             state.moment_steps = source.moment_steps();
             return Ok(Replayer { job, model, optimizer, state });
         };
-        let mut model = Model::zeros_of_part(backend, config, length, whole, 1)?;
-        let mut optimizer = OptimizerState::new(&model, Shard::WHOLE)?;
+        let (mut model, mut optimizer) =
+            zeros_of_part(backend, recipe, config, whole, Shard::WHOLE)?;
         moh_checkpoint::load(stored, &mut model, &mut optimizer, &[])
             .map_err(moh_checkpoint::Error::from)?;
         Ok(Replayer { job, model, optimizer, state })
     }
 
     /// Runs the steps of the current stage. If the replayed step is one of them, measures it and returns the replay.
-    fn advance<G: Element>(&mut self) -> Result<Option<Replay>> {
+    fn advance(&mut self) -> Result<Option<Replay>> {
         let recipe = self.job.recipe;
         // The step is one of the recipe's, so a stage remains.
         let Some(stage) = recipe.stages.get(self.state.stage) else {
@@ -223,7 +207,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             let teacher = teacher.load(source, &self.model, pass, distillation)?;
             self.model.set_teacher(Some(teacher))?;
         }
-        let mut stepper = Stepper::<B, T, G>::new(&self.model, config, groups)?;
+        let mut stepper = Stepper::new(&self.model, config, groups)?;
         let steps = |state: &RunState| steps_at(stage, &state.growth, state.step);
         while self.state.stage_step < steps(&self.state) {
             if self.state.step + 1 == self.job.step {
@@ -268,9 +252,8 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         let (before, state) = (&self.model, &self.optimizer);
         let config = ModelConfig { moh, ..before.config().clone() };
         let (backend, whole) = (before.backend().clone(), ModelParallel::whole(&config));
-        let mut model =
-            Model::zeros_of_part(backend.clone(), config, before.positions(), whole, 1)?;
-        let mut optimizer = OptimizerState::new(&model, Shard::WHOLE)?;
+        let (mut model, mut optimizer) =
+            zeros_of_part(backend.clone(), self.job.recipe, config, whole, Shard::WHOLE)?;
         let places: HashMap<&str, (usize, usize)> = before
             .layout()
             .segments()
@@ -296,7 +279,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         Ok(())
     }
 
-    fn step<G: Element>(&mut self, stage: &Stage, stepper: &mut Stepper<B, T, G>) -> Result<()> {
+    fn step(&mut self, stage: &Stage, stepper: &mut Stepper<B>) -> Result<()> {
         let guard = &self.job.recipe.guard;
         let update = self.state.next_update(stage, guard);
         let (read, first) = (self.job.data.sample_reader(self.state.stage), self.state.sample);
@@ -305,11 +288,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         Ok(())
     }
 
-    fn measure<G: Element>(
-        &mut self,
-        stage: &Stage,
-        stepper: &mut Stepper<B, T, G>,
-    ) -> Result<Replay> {
+    fn measure(&mut self, stage: &Stage, stepper: &mut Stepper<B>) -> Result<Replay> {
         let update = self.state.next_update(stage, &self.job.recipe.guard);
         let (read, first) = (self.job.data.sample_reader(self.state.stage), self.state.sample);
         let mut seen = Seen {
@@ -340,11 +319,11 @@ struct Seen {
     routing: RoutingStatistics,
 }
 
-impl<B: Backend, T: Element> Observer<B, T> for Seen {
+impl<B: Backend> Observer<B> for Seen {
     fn forward_done(
         &mut self,
-        model: &Model<B, T>,
-        activations: &Activations<B, T>,
+        model: &Model<B>,
+        activations: &Activations<B>,
         slot: PassSlot,
     ) -> Result<(), moh_step::Error> {
         model.add_magnitudes(activations, slot, &mut self.blocks)?;

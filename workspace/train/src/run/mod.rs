@@ -22,7 +22,6 @@ use crate::{Event, FreeSpace, Outcome, Result, TimeLimit, free_space};
 
 pub(crate) use self::resolve::adopt_origin;
 pub use self::resolve::first_that_keeps_model;
-pub(crate) use self::train::types;
 
 static NO_STEPS: TraceSteps = TraceSteps::NONE;
 

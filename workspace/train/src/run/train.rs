@@ -5,15 +5,12 @@ use std::path::PathBuf;
 
 use moh_checkpoint::run_directory::RunDirectory;
 use moh_checkpoint::run_log::Machine;
-use moh_kernels::open_device::{InTrainingElements, TrainingTypes, in_training_elements};
-use moh_kernels::{Backend, Element};
-use moh_recipe::{PrecisionOptions, Recipe};
-use moh_step::Ranks;
+use moh_kernels::Backend;
+use moh_recipe::Recipe;
 
 use super::Job;
 use super::lock::LockedRun;
 use super::resolve::Resolved;
-use crate::run_data::RunData;
 use crate::run_inputs::{InputCheck, RunInputs};
 use crate::trainer::{Inputs, train, warn_of_edited};
 use crate::{Error, Event, Outcome, Result, disk_space};
@@ -88,7 +85,13 @@ impl<B: Backend + Clone> LockedRun<'_, B> {
             resume_step,
             left: None,
         };
-        in_training_elements(types(recipe), Training { backend, ranks, inputs, data, events })
+        if let Some(text) = inputs.source.warning() {
+            events(Event::Warning { text });
+        }
+        for text in &data.tokenizer_remarks {
+            events(Event::Warning { text });
+        }
+        train(backend, ranks, inputs, data, events)
     }
 }
 
@@ -108,34 +111,5 @@ impl Job<'_> {
         Machine::new(self.options.processor, device, ranks).write(&run.machine())?;
         run.clear_remains()?;
         Ok(edited)
-    }
-}
-
-pub(crate) fn types(recipe: &Recipe) -> TrainingTypes {
-    let PrecisionOptions { gradients, moments, .. } = recipe.precision;
-    TrainingTypes { weights: recipe.run.dtype, gradients, moments }
-}
-
-/// A run on its device, before its element types are known.
-struct Training<'a, B: Backend> {
-    backend: B,
-    ranks: Ranks<B>,
-    inputs: Inputs<'a>,
-    data: RunData,
-    events: &'a mut dyn FnMut(Event<'_>),
-}
-
-impl<B: Backend + Clone> InTrainingElements for Training<'_, B> {
-    type Output = Result<Outcome>;
-
-    fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
-        let Training { backend, ranks, inputs, data, events } = self;
-        if let Some(text) = inputs.source.warning() {
-            events(Event::Warning { text });
-        }
-        for text in &data.tokenizer_remarks {
-            events(Event::Warning { text });
-        }
-        train::<B, T, G, M>(backend, ranks, inputs, data, events)
     }
 }

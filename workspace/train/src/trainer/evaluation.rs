@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 use moh_checkpoint::run_log::{
     Evaluation, EvaluationPoint, RoutingLine, RoutingMoment, RoutingOf, Validation,
 };
-use moh_kernels::{Backend, Element, span};
+use moh_kernels::{Backend, span};
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
 use moh_recipe::{Recipe, ValidationSet};
@@ -28,7 +28,7 @@ pub(super) enum Evaluated {
     Stopped,
 }
 
-impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
+impl<B: Backend + Clone> Trainer<'_, '_, B> {
     /// Records the losses at a point of the run, if there is validation data.
     pub(super) fn record(&mut self, point: EvaluationPoint, mut losses: Losses) {
         let sets = &self.inputs.recipe.data.validation;
@@ -53,7 +53,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         self.state.evaluations.push(evaluation);
     }
 
-    pub(super) fn evaluator(&self, batch: usize) -> Result<Option<Evaluator<B, T>>> {
+    pub(super) fn evaluator(&self, batch: usize) -> Result<Option<Evaluator<B>>> {
         let length = self.inputs.recipe.data.sequence_length;
         let wanted = !self.data.validation.is_empty();
         let evaluator = || Evaluator::new(&self.model, batch, length);
@@ -70,7 +70,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// `None` and writes nothing.
     pub(super) fn validate(
         &mut self,
-        evaluator: &mut Option<Evaluator<B, T>>,
+        evaluator: &mut Option<Evaluator<B>>,
         due: &[bool],
         moment: RoutingMoment,
         stage: Option<&str>,
@@ -96,7 +96,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// Returns the loss of one set, and the routing of its tokens, over all ranks; `None` if a rank was asked to stop.
     fn evaluate_set(
         &mut self,
-        evaluator: &mut Evaluator<B, T>,
+        evaluator: &mut Evaluator<B>,
         index: usize,
         set: &ValidationSet,
     ) -> Result<Option<(Validation, RoutingStatistics)>> {

@@ -17,14 +17,16 @@ use moh_checkpoint::run_directory::{RunDirectory, growth};
 use moh_checkpoint::run_log::{
     EvaluationPoint, MetricsWriter, PartTimes, RoutingWriter, Summary, TensorBoard, TraceSteps,
 };
+use moh_kernels::Backend;
 use moh_kernels::span::Lane;
-use moh_kernels::{Backend, Element};
 use moh_model::{Model, MohConfig};
 use moh_plan::SourceEpochs;
 use moh_recipe::{ParallelOptions, Recipe};
 use moh_step::{OptimizerState, Ranks, StepGroups};
 use saving::Saving;
-pub(crate) use start::{attention_before, check_resumable, initial_model, warn_of_edited};
+pub(crate) use start::{
+    attention_before, check_resumable, initial_model, warn_of_edited, zeros_of_part,
+};
 
 use crate::export::{self, Exported};
 use crate::run_data::RunData;
@@ -57,8 +59,8 @@ pub(crate) struct Left {
     gets_matrices: Option<MohConfig>,
 }
 
-/// A run in progress; `T` is the type of weights and activations, `G` of gradients, `M` of moments.
-struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
+/// A run in progress.
+struct Trainer<'a, 'e, B: Backend> {
     inputs: Inputs<'a>,
     ranks: Ranks<B>,
     /// The groups of ranks in the current stage.
@@ -68,8 +70,8 @@ struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     events: &'e mut dyn FnMut(Event<'_>),
     /// The attention with which the weights were trained, until a stage starts with another attention.
     attention: Option<MohConfig>,
-    model: Model<B, T>,
-    optimizer: OptimizerState<B, M>,
+    model: Model<B>,
+    optimizer: OptimizerState<B>,
     data: RunData,
     /// `Some` on the first rank.
     metrics: Option<MetricsWriter>,
@@ -79,13 +81,12 @@ struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     part_times: Arc<PartTimes>,
     background: Arc<Lane>,
     state: RunState,
-    saving: Saving<T, M>,
-    gradients: std::marker::PhantomData<G>,
+    saving: Saving,
 }
 
 /// Trains until the recipe is complete, `stop` is set on any rank or the time limit ends. Only the first rank calls
 /// `events`.
-pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
+pub(crate) fn train<B: Backend + Clone>(
     backend: B,
     ranks: Ranks<B>,
     inputs: Inputs<'_>,
@@ -108,7 +109,7 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         let (step, before) = (resume_step.take(), left.take());
         let inputs = Inputs { resume_step: step, left: before, ..inputs.clone() };
         let backend = backend.clone();
-        let mut trainer = Trainer::<B, T, G, M>::start(backend, ranks, inputs, data, &mut *events)?;
+        let mut trainer = Trainer::start(backend, ranks, inputs, data, &mut *events)?;
         if std::mem::take(&mut is_first_start) {
             let sources = SourceEpochs::of_run(trainer.inputs.recipe, &trainer.data.training);
             (trainer.events)(Event::Sources(&sources));
@@ -135,7 +136,7 @@ enum Progress {
     GetsMatrices(Box<MohConfig>),
 }
 
-impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
+impl<B: Backend + Clone> Trainer<'_, '_, B> {
     fn run(&mut self) -> Result<Progress> {
         if self.state.step == 0 && self.state.evaluations.is_empty() {
             let batch = self.inputs.recipe.stages.first().map_or(1, |stage| stage.micro_batch);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use moh_checkpoint::run_log::MetricsWriter;
 use moh_checkpoint::{CompleteCheckpoint, End, Flight, Snapshot, ThreadFlags, WritePart};
-use moh_kernels::{Backend, Element, span};
+use moh_kernels::{Backend, span};
 use moh_model::Model;
 use moh_step::OptimizerState;
 
@@ -19,9 +19,9 @@ use crate::{Error, Event, Result};
 const EXCHANGE_EVERY: Duration = Duration::from_secs(1);
 
 /// The checkpoints of a run in progress. At most one is in flight.
-pub(super) struct Saving<T: Element, M: Element> {
+pub(super) struct Saving {
     /// The copy of the state. The thread of the checkpoint in flight shares it.
-    snapshot: Arc<Snapshot<T, M>>,
+    snapshot: Arc<Snapshot>,
     flight: Option<(u64, Flight)>,
     /// Step of the newest complete checkpoint.
     last_good: Option<u64>,
@@ -47,21 +47,23 @@ struct Failure {
     cause: String,
 }
 
-impl<T: Element, M: Element> Saving<T, M> {
+impl Saving {
     /// Allocates the host's buffers for the state of `model` and `optimizer`; `last_good` is the step of
     /// the checkpoint that the run resumes from.
     pub(super) fn new<B: Backend>(
         inputs: &Inputs<'_>,
-        model: &Model<B, T>,
-        optimizer: &OptimizerState<B, M>,
+        model: &Model<B>,
+        optimizer: &OptimizerState<B>,
         last_good: Option<u64>,
     ) -> Result<Self> {
+        let (layout, shard, recipe) = (model.layout(), optimizer.shard(), inputs.recipe);
+        let snapshot = Snapshot::new(layout, shard, model.element(), recipe.precision.moments)?;
         Ok(Saving {
-            snapshot: Arc::new(Snapshot::new(model.layout(), optimizer.shard())?),
+            snapshot: Arc::new(snapshot),
             flight: None,
             last_good,
             failure: None,
-            clock: SaveClock::new(&inputs.recipe.checkpoint, inputs.time_limit, Instant::now()),
+            clock: SaveClock::new(&recipe.checkpoint, inputs.time_limit, Instant::now()),
         })
     }
 
@@ -75,7 +77,7 @@ impl<T: Element, M: Element> Saving<T, M> {
     }
 }
 
-impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
+impl<B: Backend + Clone> Trainer<'_, '_, B> {
     /// Exchanges the decisions of all ranks at the end of a step, and follows the checkpoint in flight.
     pub(super) fn agree_after_step(&mut self) -> Result<Agreed> {
         let due = self.saving.clock.step_ends(Instant::now());

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use moh_checkpoint::run_log::{EvaluationPoint, RoutingMoment, Speed, StepMetrics, StepTrace};
 use moh_checkpoint::steps_at;
-use moh_kernels::{Backend, Element, span};
+use moh_kernels::{Backend, span};
 use moh_plan::step_config;
 use moh_recipe::Stage;
 use moh_step::guard::SkipReason;
@@ -18,15 +18,15 @@ use crate::rates::Rates;
 use crate::{Error, Event, Result, TimeLimit};
 
 /// The buffers of a stage's steps.
-struct Work<'a, B: Backend, T: Element, G: Element> {
+struct Work<'a, B: Backend> {
     stage: &'a Stage,
     rates: Rates,
-    stepper: Stepper<B, T, G>,
+    stepper: Stepper<B>,
     /// `None` without validation data.
-    evaluator: Option<Evaluator<B, T>>,
+    evaluator: Option<Evaluator<B>>,
 }
 
-impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
+impl<B: Backend + Clone> Trainer<'_, '_, B> {
     /// Trains the remaining steps of the current stage.
     pub(super) fn run_stage(&mut self, stage: &Stage) -> Result<Progress> {
         if self.state.stage_step == 0 {
@@ -100,7 +100,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Runs the next step, and ends it.
-    fn step(&mut self, work: &mut Work<'_, B, T, G>) -> Result<Progress> {
+    fn step(&mut self, work: &mut Work<'_, B>) -> Result<Progress> {
         let _step = span::enter_numbered("step", self.state.step + 1);
         let stage = work.stage;
         self.saving.step_begins();
@@ -139,11 +139,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
 
     /// Ends a step with updated weights: evaluates and writes a checkpoint, where due. A run that is stopped in the
     /// evaluation keeps the metrics in its state, and ends the step when it resumes.
-    fn end_step(
-        &mut self,
-        work: &mut Work<'_, B, T, G>,
-        mut metrics: StepMetrics,
-    ) -> Result<Progress> {
+    fn end_step(&mut self, work: &mut Work<'_, B>, mut metrics: StepMetrics) -> Result<Progress> {
         let stage = work.stage;
         // The step has been counted already.
         let before = self.state.step.saturating_sub(1);
@@ -208,11 +204,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Returns the losses of the validation sets that are due after the step; `None` if a rank was asked to stop.
-    fn validate_after(
-        &mut self,
-        work: &mut Work<'_, B, T, G>,
-        last: bool,
-    ) -> Result<Option<Losses>> {
+    fn validate_after(&mut self, work: &mut Work<'_, B>, last: bool) -> Result<Option<Losses>> {
         let sets = &self.inputs.recipe.data.validation;
         let due: Vec<bool> = sets.iter().map(|set| self.is_due(set, last)).collect();
         if !due.contains(&true) {

@@ -8,7 +8,7 @@ use moh_checkpoint::run_directory::metrics_resume;
 use moh_checkpoint::run_log::{MetricsWriter, RoutingWriter, TensorBoard};
 use moh_checkpoint::{RunDirectory, RunState, StoredCheckpoint};
 use moh_comm::RankLayout;
-use moh_kernels::{Backend, Element};
+use moh_kernels::Backend;
 use moh_model::{Model, ModelConfig, ModelParallel, MohConfig, Segment, Shard};
 use moh_recipe::{ParallelOptions, Recipe};
 use moh_step::{OptimizerState, Ranks, StepGroups};
@@ -18,7 +18,7 @@ use super::{Inputs, Trainer};
 use crate::run_data::RunData;
 use crate::{Error, Event, ModelSource, Result};
 
-impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a, 'e, B, T, G, M> {
+impl<'a, 'e, B: Backend + Clone> Trainer<'a, 'e, B> {
     /// Loads the requested or the newest valid checkpoint, or else the recipe's initial model.
     pub(super) fn start(
         backend: B,
@@ -60,13 +60,12 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             part_times: Arc::default(),
             background: Arc::default(),
             state,
-            gradients: std::marker::PhantomData,
         })
     }
 }
 
 /// A model with its optimiser's state, and its position in the run.
-struct Loaded<B: Backend, T: Element, M: Element> {
+struct Loaded<B: Backend> {
     state: RunState,
     /// The first rank's growth, which is not recorded yet.
     extensions: Extensions,
@@ -74,18 +73,18 @@ struct Loaded<B: Backend, T: Element, M: Element> {
     groups: StepGroups,
     /// The attention with which the weights were written.
     attention: Option<MohConfig>,
-    model: Model<B, T>,
-    optimizer: OptimizerState<B, M>,
+    model: Model<B>,
+    optimizer: OptimizerState<B>,
 }
 
 /// Loads the requested or the newest checkpoint, or the initial model if the run has no checkpoint. Returns `None` on
 /// all ranks if the checkpoint was damaged, and has been set aside.
-fn load<B: Backend + Clone, T: Element, M: Element>(
+fn load<B: Backend + Clone>(
     backend: &B,
     ranks: &mut Ranks<B>,
     inputs: &Inputs<'_>,
     events: &mut dyn FnMut(Event<'_>),
-) -> Result<Option<Loaded<B, T, M>>> {
+) -> Result<Option<Loaded<B>>> {
     let Inputs { recipe, source, run, .. } = *inputs;
     let mut damaged = |path: &Path, error: &moh_checkpoint::Error| {
         events(Event::DamagedCheckpoint { path, error });
@@ -122,7 +121,6 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     let divided = divide(ranks, parallel, &config);
     let (groups, place) = ranks.agree(divided)?;
     let data = groups.data.clone();
-    let length = recipe.longest_sequence();
     let loaded = |state, model, optimizer| Loaded {
         state,
         extensions,
@@ -135,7 +133,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     // Each data rank reads its shard, of this run's checkpoint or of another run's.
     let shard = Shard::from_group(&data);
     let Some(stored) = stored else {
-        let created = initial_model(backend.clone(), config, length, place, shard, source);
+        let created = initial_model(backend.clone(), recipe, config, place, shard, source);
         let (mut model, optimizer) = ranks.agree(created)?;
         if source.is_checkpoint() {
             moh_checkpoint::gather_weights(&mut model, &data)?;
@@ -143,8 +141,7 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
         state.moment_steps = source.moment_steps();
         return Ok(Some(loaded(state, model, optimizer)));
     };
-    let mut model = Model::zeros_of_part(backend.clone(), config, length, place, shard.size)?;
-    let mut optimizer = OptimizerState::new(&model, shard)?;
+    let (mut model, mut optimizer) = zeros_of_part(backend.clone(), recipe, config, place, shard)?;
     let stored = stored.read_by(Shard::from_group(ranks.group()));
     let read = moh_checkpoint::load(&stored, &mut model, &mut optimizer, &added);
     if moh_checkpoint::quarantine_if_damaged(run, ranks, state.step, read, &mut damaged)?.is_none()
@@ -158,25 +155,39 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
 
 /// Returns the initial model of a run, or a part of it, and the optimiser's state in its shard. Of another run's
 /// weights, only the shard is loaded: the data ranks gather the rest.
-pub(crate) fn initial_model<B: Backend + Clone, T: Element, M: Element>(
+pub(crate) fn initial_model<B: Backend + Clone>(
     backend: B,
+    recipe: &Recipe,
     config: ModelConfig,
-    length: usize,
     place: ModelParallel,
     shard: Shard,
     source: &ModelSource,
-) -> Result<(Model<B, T>, OptimizerState<B, M>)> {
+) -> Result<(Model<B>, OptimizerState<B>)> {
+    let (length, element) = (recipe.longest_sequence(), recipe.run.dtype);
     if !source.is_checkpoint() {
         let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
-        let model = Model::of_part(backend, config, length, place, shard.size, fill)?;
-        let optimizer = OptimizerState::new(&model, shard)?;
+        let model = Model::of_part(backend, element, config, length, place, shard.size, fill)?;
+        let optimizer = OptimizerState::new(&model, recipe.precision.moments, shard)?;
         return Ok((model, optimizer));
     }
-    let mut model = Model::zeros_of_part(backend, config, length, place, shard.size)?;
-    let mut optimizer = OptimizerState::new(&model, shard)?;
+    let (mut model, mut optimizer) = zeros_of_part(backend, recipe, config, place, shard)?;
     optimizer.fill(&mut model, |kind, segment, range, values| {
         source.fill_part(kind, segment, range, values)
     })?;
+    Ok((model, optimizer))
+}
+
+/// Returns a part of a model with weights of zeros, and the optimiser's state in its shard.
+pub(crate) fn zeros_of_part<B: Backend + Clone>(
+    backend: B,
+    recipe: &Recipe,
+    config: ModelConfig,
+    place: ModelParallel,
+    shard: Shard,
+) -> Result<(Model<B>, OptimizerState<B>)> {
+    let (length, element) = (recipe.longest_sequence(), recipe.run.dtype);
+    let model = Model::zeros_of_part(backend, element, config, length, place, shard.size)?;
+    let optimizer = OptimizerState::new(&model, recipe.precision.moments, shard)?;
     Ok((model, optimizer))
 }
 

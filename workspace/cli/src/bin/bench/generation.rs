@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use moh_hf::ConfigFile;
-use moh_kernels::{Backend, Element, ElementType};
+use moh_kernels::{Backend, ElementType};
 use moh_model::{BatchGenerator, BatchOptions, Chunk, Model, ModelConfig, SequenceId};
 use moh_program::arguments::at_least;
 use moh_program::exit::Usage;
@@ -85,22 +85,19 @@ impl Measurement for (&ModelConfig, &GenerationArguments) {
 
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output> {
         let (config, arguments) = self;
-        let backend = bench.backend.clone();
-        match arguments.dtype {
-            ElementType::F32 => measure::<B, f32>(backend, config, arguments),
-            ElementType::BF16 => measure::<B, half::bf16>(backend, config, arguments),
-        }
+        measure(bench.backend.clone(), config, arguments)
     }
 }
 
-fn measure<B: Backend + Clone, T: Element>(
+fn measure<B: Backend + Clone>(
     backend: B,
     config: &ModelConfig,
     arguments: &GenerationArguments,
 ) -> anyhow::Result<Vec<Measured>> {
     let deviation = config.initializer_range;
     let positions = config.max_position_embeddings;
-    let model = Model::<B, T>::new(backend, config.clone(), positions, |segment, values| {
+    let (element, shape) = (arguments.dtype, config.clone());
+    let model = Model::new(backend, element, shape, positions, |segment, values| {
         fresh(segment, deviation, values);
         Ok::<_, moh_model::Error>(())
     })?;
@@ -110,8 +107,8 @@ fn measure<B: Backend + Clone, T: Element>(
 }
 
 /// Measures the prompts of a batch, then `tokens` passes with a token of each sequence.
-fn measure_batch<B: Backend + Clone, T: Element>(
-    model: &Model<B, T>,
+fn measure_batch<B: Backend + Clone>(
+    model: &Model<B>,
     batch: usize,
     context: usize,
     tokens: usize,

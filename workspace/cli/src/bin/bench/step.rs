@@ -3,10 +3,8 @@
 use anyhow::Context as _;
 use moh_comm::World;
 use moh_kernels::gpu_activity::Recording;
-use moh_kernels::open_device::{InTrainingElements, TrainingTypes, in_training_elements};
-use moh_kernels::{Backend, Element, span};
+use moh_kernels::{Backend, span};
 use moh_model::{Model, ModelConfig, Segment, Shard, Teacher, initial};
-use moh_recipe::PrecisionOptions;
 use moh_step::guard::Limits;
 use moh_step::{OptimizerState, StepGroups, StepResult, Stepper, Update};
 use serde_json::{Value, json};
@@ -49,25 +47,7 @@ impl Measurement for (&StepJob, &StepArguments) {
 
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output> {
         let (job, arguments) = self;
-        let (backend, weights) = (&bench.backend, job.dtype);
-        let PrecisionOptions { gradients, moments, .. } = job.precision;
-        let types = TrainingTypes { weights, gradients, moments };
-        in_training_elements(types, Steps { backend, job, arguments })
-    }
-}
-
-/// Steps on a device, before their element types are known.
-struct Steps<'a, B> {
-    backend: &'a B,
-    job: &'a StepJob,
-    arguments: &'a StepArguments,
-}
-
-impl<B: Backend + Clone> InTrainingElements for Steps<'_, B> {
-    type Output = anyhow::Result<StepMeasurement>;
-
-    fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
-        let Steps { backend, job, arguments } = self;
+        let backend = &bench.backend;
         let before = limits::memory(backend);
         let (config, step) = (job.config.clone(), job.step.clone());
         let (vocabulary, deviation) = (config.vocab_size as u64, config.initializer_range);
@@ -76,7 +56,7 @@ impl<B: Backend + Clone> InTrainingElements for Steps<'_, B> {
                 fresh(segment, deviation, values);
                 Ok::<_, moh_model::Error>(())
             };
-            Model::<B, T>::new(backend.clone(), config, step.sequence_length, fill)
+            Model::new(backend.clone(), job.dtype, config, step.sequence_length, fill)
         };
         // Any teacher of the same shape takes as much time as the stage's teacher.
         let teacher = step.distillation.map(|distillation| {
@@ -85,10 +65,10 @@ impl<B: Backend + Clone> InTrainingElements for Steps<'_, B> {
         });
         let mut model = model(config)?;
         model.set_teacher(teacher.transpose()?)?;
-        let mut optimizer = OptimizerState::<B, M>::new(&model, Shard::WHOLE)?;
+        let mut optimizer = OptimizerState::new(&model, job.precision.moments, Shard::WHOLE)?;
         let group = World::single().group().clone();
         let groups = StepGroups { all: group.clone(), data: group };
-        let mut stepper = Stepper::<B, T, G>::new(&model, step, groups)?;
+        let mut stepper = Stepper::new(&model, step, groups)?;
         let sequences = job.step.batch_sequences();
         let mut number = 0;
         let mut step = || {

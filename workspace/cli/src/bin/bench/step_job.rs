@@ -145,6 +145,7 @@ fn of_config(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
             auxiliary_weights: MohOptions::default().auxiliary_weights(),
             distillation: None,
             optimizer: Hyperparameters::default(),
+            gradients: PrecisionOptions::default().gradients,
             reduce: ElementType::F32,
         },
         dtype: ElementType::F32,

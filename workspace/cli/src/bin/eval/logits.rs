@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use crate::logits_file::{read_ids, write_logits};
 use anyhow::Context as _;
-use moh_kernels::open_device::{Compute, DeviceName};
-use moh_kernels::{Backend, Element, ElementType};
+use moh_kernels::open_device::{DeviceName, OnDevice};
+use moh_kernels::{Backend, ElementType};
 use moh_program::models::NamedModel;
 use moh_program::options;
 
@@ -40,21 +40,21 @@ impl LogitsArguments {
         make_room(&self.out, self.force)?;
         let named = NamedModel::open(&self.model, self.revision.as_deref())?;
         let dtype = named.element_type(self.dtype)?;
-        options::open_device(self.device)?.compute(dtype, Logits(self, named))
+        options::open_device(self.device)?.run(Logits(self, named, dtype))
     }
 }
 
 /// The computation of a model's logits.
-struct Logits<'a>(&'a LogitsArguments, NamedModel);
+struct Logits<'a>(&'a LogitsArguments, NamedModel, ElementType);
 
-impl Compute for Logits<'_> {
+impl OnDevice for Logits<'_> {
     type Output = anyhow::Result<()>;
 
-    fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
-        let Logits(arguments, named) = self;
+    fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
+        let Logits(arguments, named, dtype) = self;
         let ids = read_ids(&arguments.ids, named.config.max_position_embeddings)?;
         let length = ids.first().map_or(0, Vec::len);
-        let mut model = named.load::<B, T>(backend, length)?;
+        let mut model = named.load(backend, dtype, length)?;
         let output = model.run(&ids)?;
         write_logits(&output, &arguments.out)?;
         writeln!(

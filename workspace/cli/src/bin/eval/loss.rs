@@ -4,8 +4,8 @@ use std::io::stdout;
 use std::path::PathBuf;
 
 use moh_data::Windows;
-use moh_kernels::open_device::{Compute, DeviceName};
-use moh_kernels::{Backend, Element, ElementType};
+use moh_kernels::open_device::{DeviceName, OnDevice};
+use moh_kernels::{Backend, ElementType};
 use moh_model::Model;
 use moh_program::arguments::at_least;
 use moh_program::exit;
@@ -68,18 +68,18 @@ impl LossArguments {
         let types = types.collect::<Result<Vec<_>, _>>()?;
         let is_bf16 = types.iter().all(|&dtype| dtype == ElementType::BF16);
         let dtype = if is_bf16 { ElementType::BF16 } else { ElementType::F32 };
-        options::open_device(self.device)?.compute(dtype, Losses(self, models))
+        options::open_device(self.device)?.run(Losses(self, models, dtype))
     }
 }
 
 /// The computation of the models' losses.
-struct Losses<'a>(&'a LossArguments, Vec<NamedModel>);
+struct Losses<'a>(&'a LossArguments, Vec<NamedModel>, ElementType);
 
-impl Compute for Losses<'_> {
+impl OnDevice for Losses<'_> {
     type Output = anyhow::Result<()>;
 
-    fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
-        let Losses(arguments, models) = self;
+    fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
+        let Losses(arguments, models, dtype) = self;
         let length = window_length(&models, arguments.sequence_length)?;
         // Opens all files before the first model: a length that exceeds a file may also exceed the memory.
         let texts = |model: &NamedModel| {
@@ -98,7 +98,7 @@ impl Compute for Losses<'_> {
         }
         let mut measured = Vec::new();
         for (named, texts) in models.iter().zip(&texts) {
-            let mut model = named.load::<B, T>(backend.clone(), length)?;
+            let mut model = named.load(backend.clone(), dtype, length)?;
             for (windows, prefix) in texts.iter().zip(&arguments.data) {
                 let (loss, routing) = loss(&mut model, named, windows, arguments.heads)?;
                 let (model, data) = (named.name.clone(), prefix.display().to_string());
@@ -106,13 +106,13 @@ impl Compute for Losses<'_> {
                 measured.push(LossMeasurement { model, data, windows, loss, routing });
             }
         }
-        print(&mut stdout(), arguments, T::ELEMENT, length, &measured)
+        print(&mut stdout(), arguments, dtype, length, &measured)
     }
 }
 
 /// Returns the loss of a model over windows, and its routing if `heads`.
-fn loss<B: Backend + Clone, T: Element>(
-    model: &mut Model<B, T>,
+fn loss<B: Backend + Clone>(
+    model: &mut Model<B>,
     named: &NamedModel,
     windows: &Windows,
     heads: bool,

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::{ArgGroup, Parser};
-use moh_kernels::open_device::{Compute, DeviceName};
-use moh_kernels::{Backend, Element, ElementType};
+use moh_kernels::open_device::{DeviceName, OnDevice};
+use moh_kernels::{Backend, ElementType};
 use moh_model::{Generator, Model, Sampler, Sampling};
 use moh_program::arguments::at_least;
 use moh_program::models::NamedModel;
@@ -92,13 +92,13 @@ struct Arguments {
 }
 
 /// A generation and its model.
-struct Generate<'a>(&'a Arguments, NamedModel);
+struct Generate<'a>(&'a Arguments, NamedModel, ElementType);
 
-impl Compute for Generate<'_> {
+impl OnDevice for Generate<'_> {
     type Output = anyhow::Result<()>;
 
-    fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
-        let Generate(arguments, named) = self;
+    fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
+        let Generate(arguments, named, dtype) = self;
         let tokenizer = named.required_tokenizer()?;
         let context = named.config.max_position_embeddings;
         let prompt = Prompt::read(arguments, &tokenizer)?;
@@ -111,7 +111,7 @@ impl Compute for Generate<'_> {
             );
         }
         let capacity = context.min(prompt.ids.len().saturating_add(arguments.max_tokens));
-        let model = named.load::<B, T>(backend, capacity)?;
+        let model = named.load(backend, dtype, capacity)?;
         let ends = moh_hf::end_tokens(&named.files(), model.config())?;
         // Runs on a thread of the operators: a small model's token takes less time than waking them.
         model.backend().install(|| decode(arguments, &tokenizer, &model, &prompt, &ends))
@@ -124,7 +124,7 @@ fn main() -> ExitCode {
         check(&arguments)?;
         let named = NamedModel::open(&arguments.model, arguments.revision.as_deref())?;
         let dtype = named.element_type(arguments.dtype)?;
-        options::open_device(arguments.device)?.compute(dtype, Generate(&arguments, named))
+        options::open_device(arguments.device)?.run(Generate(&arguments, named, dtype))
     })
 }
 
@@ -215,10 +215,10 @@ fn read_text(file: &Path) -> std::io::Result<String> {
 }
 
 /// Writes the prompt and its continuation, token by token.
-fn decode<B: Backend, T: Element>(
+fn decode<B: Backend>(
     arguments: &Arguments,
     tokenizer: &TextTokenizer,
-    model: &Model<B, T>,
+    model: &Model<B>,
     prompt: &Prompt,
     ends: &[u32],
 ) -> anyhow::Result<()> {

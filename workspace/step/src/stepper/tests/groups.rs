@@ -10,7 +10,7 @@ use crate::GroupFactors;
 const UNCLIPPED: f64 = 1e30;
 
 /// Returns the bits of a rank's own tensors, weights and moments, by group.
-fn bits(rank: &mut Rank<f32>, group: TensorGroup) -> Vec<u32> {
+fn bits(rank: &mut Rank, group: TensorGroup) -> Vec<u32> {
     rank.stepper.wait_for_weights(&mut rank.model).unwrap();
     let mut bits = Vec::new();
     let of_group = |segment: &Segment| TensorGroup::of(&segment.name) == group;
@@ -29,8 +29,8 @@ fn bits(rank: &mut Rank<f32>, group: TensorGroup) -> Vec<u32> {
 }
 
 /// Returns a rank after a step at `rate`, with this factor for attention; and its gradient norm.
-fn trained(world: &World, ranks: Ranks, attention: f64, rate: f64) -> (Rank<f32>, f64) {
-    let mut rank = Rank::<f32>::new(world, ranks);
+fn trained(world: &World, ranks: Ranks, attention: f64, rate: f64) -> (Rank, f64) {
+    let mut rank = Rank::new(world, ElementType::F32, ranks);
     rank.stepper.config.optimizer.clip_norm = UNCLIPPED;
     rank.stepper.config.optimizer.groups = GroupFactors { attention, ..GroupFactors::default() };
     let update = Update { number: 1, learning_rate: rate, limits: Limits::FINITE };
@@ -44,7 +44,7 @@ fn groups_have_rates_of_their_own_and_frozen_ones_stay() {
     for (data, tensor, pipeline) in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)] {
         let ranks = Ranks { data, tensor, pipeline, tied: true, reduce: ElementType::F32 };
         ranks.run(|world| {
-            let before = bits(&mut Rank::<f32>::new(world, ranks), attention);
+            let before = bits(&mut Rank::new(world, ElementType::F32, ranks), attention);
             let (mut whole, norm) = trained(world, ranks, 1.0, 1e-2);
             let (mut slow, _) = trained(world, ranks, 1.0, 5e-3);
             let (mut half, of_all) = trained(world, ranks, 0.5, 1e-2);

@@ -40,7 +40,7 @@ impl ReadSample for Masked {
     }
 }
 
-impl<T: Element> Rank<T> {
+impl Rank {
     fn masked_step(&mut self, read: Masked) -> StepResult {
         self.take(read, 0, Update { number: 1, learning_rate: 1e-2, limits: Limits::FINITE })
     }
@@ -65,7 +65,7 @@ fn some(sample: u64, at: u64) -> bool {
 #[test]
 fn a_mask_of_ones_changes_no_bit() {
     on_layouts(|world, ranks| {
-        let [mut masked, mut plain] = [(); 2].map(|()| Rank::<f32>::new(world, ranks));
+        let [mut masked, mut plain] = [(); 2].map(|()| Rank::new(world, ElementType::F32, ranks));
         let found = masked.masked_step(Masked::by(|_, _| true));
         let expected = plain.masked_step(Masked { trains: |_, _| true, has_mask: false });
         assert_eq!(found.targets, Some(SEQUENCES * LENGTH as u64));
@@ -77,7 +77,7 @@ fn a_mask_of_ones_changes_no_bit() {
 #[test]
 fn the_loss_is_the_mean_over_the_targets_of_the_whole_step() {
     on_layouts(|world, ranks| {
-        let step = |read| Rank::<f32>::new(world, ranks).masked_step(read);
+        let step = |read| Rank::new(world, ElementType::F32, ranks).masked_step(read);
         let all = step(Masked { trains: |_, _| true, has_mask: false });
         let (these, others) =
             (step(Masked::by(some)), step(Masked::by(|sample, at| !some(sample, at))));
@@ -95,7 +95,8 @@ fn the_loss_is_the_mean_over_the_targets_of_the_whole_step() {
 fn every_layout_takes_the_same_step() {
     let results = |data, tensor, pipeline| {
         let ranks = Ranks { data, tensor, pipeline, tied: false, reduce: ElementType::F32 };
-        let found = ranks.run(|world| Rank::<f32>::new(world, ranks).masked_step(Masked::by(some)));
+        let found = ranks
+            .run(|world| Rank::new(world, ElementType::F32, ranks).masked_step(Masked::by(some)));
         assert!(found.iter().all(|result| *result == found[0]), "all ranks have the same sums");
         found[0]
     };
@@ -112,7 +113,7 @@ fn every_layout_takes_the_same_step() {
 #[test]
 fn a_step_without_a_target_is_not_applied() {
     on_layouts(|world, ranks| {
-        let mut rank = Rank::<f32>::new(world, ranks);
+        let mut rank = Rank::new(world, ElementType::F32, ranks);
         let before = rank.state();
         let found = rank.masked_step(Masked::by(|_, _| false));
         assert_eq!((found.loss, found.targets), (0.0, Some(0)));

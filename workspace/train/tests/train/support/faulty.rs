@@ -8,7 +8,7 @@ use std::path::Path;
 
 use moh_data::{Order, Source, TrainingData};
 use moh_hf::ConfigFile;
-use moh_kernels::Cpu;
+use moh_kernels::{Cpu, ElementType};
 use moh_model::{Model, Segment};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -71,7 +71,7 @@ fn write_model(directory: &Path, vocab_size: usize, fault: Fault) {
         tensors.insert(segment.name.clone(), (segment.shape().to_vec(), bytes));
         Ok::<_, moh_model::Error>(())
     };
-    Model::<Cpu, f32>::new(Cpu, config, LENGTH, fill).unwrap();
+    Model::new(Cpu, ElementType::F32, config, LENGTH, fill).unwrap();
     let views = tensors.iter().map(|(name, (shape, bytes))| {
         (name, TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap())
     });

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use moh_checkpoint::run_directory::RunDirectory;
 use moh_data::TokenFile;
 use moh_hf::{ConfigFile, Error, WeightFiles};
-use moh_kernels::Cpu;
+use moh_kernels::{Cpu, ElementType};
 use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
 use moh_recipe::{ParallelOptions, Recipe};
 use moh_testkit::programs::fixtures;
@@ -152,7 +152,7 @@ parallel = {{ tensor = {tensor}, pipeline = {pipeline}, virtual_stages = {virtua
         let source = |segment: &moh_model::layout::Segment, values: &mut [f32]| {
             weights.read_f32(&segment.name, values)
         };
-        let mut model = Model::<Cpu, f32>::new::<Error>(Cpu, config, 32, source).unwrap();
+        let mut model = Model::new::<Error>(Cpu, ElementType::F32, config, 32, source).unwrap();
         let file = TokenFile::open(&self.place.path().join("stories")).unwrap();
         let ids = file.ids(0..TOKENS as u64).unwrap();
         let shape = PassShape::evaluation(TOKENS / 32, 32, Recompute::None);
