@@ -16,7 +16,7 @@ use crate::selection::{Ranking, Scores};
 use crate::tokens::Part;
 use crate::{CalibrationTokens, Error, Result, matrix};
 
-mod loading;
+mod refit;
 
 /// The settings of a calibration: its choices and changes.
 #[derive(Debug, Clone, PartialEq)]

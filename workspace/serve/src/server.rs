@@ -3,8 +3,8 @@
 //! fewer places than connections, so that some connections can always be closed. If an answer finds no place, its
 //! client is told to come again. A client that has left is noticed, whatever it has sent before.
 
+mod client_stream;
 mod held;
-mod writing;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use axum::Router;
 use axum::body::Body;
 use axum::http::StatusCode;
+use client_stream::{Writing, has_closed, has_sent_much};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::{Service as _, service_fn};
@@ -22,7 +23,6 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::AbortHandle;
 use tokio::time::{MissedTickBehavior, interval, timeout};
-use writing::{Writing, has_closed, has_sent_much};
 
 use crate::api::ApiError;
 

@@ -1,4 +1,4 @@
-//! The CPU bodies of the operators that all routers share.
+//! The CPU bodies of the operators that all routers share: the end of a selection, and the balance loss.
 
 use super::{Routers, Routing, SharedHeads};
 use crate::{Cpu, Result, check_len};

@@ -1,4 +1,4 @@
-//! The operators that all routers share, on a GPU.
+//! The operators that all routers share, on a GPU: the end of a selection, and the balance loss.
 
 use super::{Routers, Routing, SharedHeads};
 use crate::cuda::parameters::router::{Balance, Routing as Tables, Shared};

@@ -14,7 +14,7 @@ use moh_step::{Evaluator, StepConfig, Stepper};
 use super::evaluation::{Evaluated, Losses};
 use super::{Inputs, Progress, Trainer};
 use crate::calibration::{CalibrationRecord, StageMeasurement, attention_of};
-use crate::rates::Rates;
+use crate::step_speed::Rates;
 use crate::{Error, Event, Result, TimeLimit};
 
 /// The buffers of a stage's steps.

@@ -1,4 +1,5 @@
-//! Loads a layer's tensors into the block: the source's tensors, and tensors that a calibration computes.
+//! Fits a layer's output projection and its router's matrix, and loads the layer's tensors into the block: the source's,
+//! and those that a calibration computes.
 
 use moh_kernels::Backend;
 use moh_model::tensors::{OUTPUT_PROJECTION, ROUTER, ROUTER_STAGES, in_layer, layer_and_name};
