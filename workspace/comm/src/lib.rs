@@ -11,7 +11,7 @@
 //!
 //! ```
 //! use moh_comm::{Reduce, World};
-//! use moh_kernels::Cpu;
+//! use moh_kernels::{AnyBuffer, Cpu};
 //!
 //! let ranks: Vec<_> = World::threads(3)
 //!     .into_iter()
@@ -23,9 +23,9 @@
 //!             assert_eq!(elements, [3.0; 6]);
 //!
 //!             // ZeRO-1: rank r reduces its chunk of the gradients, and gathers all weights.
-//!             let gradients = vec![1.0f32; 6];
-//!             let pending = group.start_reduce_scatter::<Cpu, f32>(gradients, Reduce::Sum)?;
-//!             let gradients = pending.wait()?;
+//!             let gradients = AnyBuffer::<Cpu>::F32(vec![1.0; 6]);
+//!             let pending = group.start_reduce_scatter(gradients, Reduce::Sum)?;
+//!             let gradients: Vec<f32> = pending.wait()?.into_typed();
 //!             let own = 2 * world.rank()..2 * world.rank() + 2;
 //!             let mut weights = vec![0.0f32; 6];
 //!             for i in own {

@@ -8,7 +8,7 @@
 //! use std::path::Path;
 //!
 //! use moh_hf::{ConfigFile, Error, StoredModel, write_random_model};
-//! use moh_kernels::{Cpu, DType};
+//! use moh_kernels::{Cpu, DType, ElementType};
 //!
 //! # fn main() -> Result<(), Error> {
 //! # let folder = tempfile::tempdir().unwrap();
@@ -21,7 +21,7 @@
 //! let file = ConfigFile::from_value(fields, Path::new("config.json"))?;
 //! write_random_model(&out, &file, DType::BF16, u64::MAX, 1)?;
 //!
-//! let mut model = StoredModel::open(&out)?.load::<Cpu, f32>(Cpu, 16)?;
+//! let mut model = StoredModel::open(&out)?.load(Cpu, ElementType::F32, 16)?;
 //! let output = model.run(&[vec![5, 17, 42]])?;
 //! assert_eq!(output.active_heads(0, 0, 2).len(), 2);
 //! # Ok(())

@@ -5,7 +5,7 @@
 //! models from files. [`Model::run`] computes whole sequences, a [`Generator`] one token after another:
 //!
 //! ```
-//! use moh_kernels::Cpu;
+//! use moh_kernels::{Cpu, ElementType};
 //! use moh_model::{
 //!     Architecture, Error, Generator, HeadCounts, Model, ModelConfig, MohConfig, RopeConfig,
 //!     RouterKind, initial,

@@ -5,7 +5,7 @@
 //! ```
 //! use moh_data::{TokenFile, Windows};
 //! use moh_hf::StoredModel;
-//! use moh_kernels::Cpu;
+//! use moh_kernels::{Cpu, ElementType};
 //! use moh_step::{EvaluationText, Evaluator};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
