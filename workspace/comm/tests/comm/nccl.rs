@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use half::bf16;
 use moh_comm::{Buffers, Group, Launch, Reduce, World, WorldOptions};
-use moh_kernels::{Cuda, Memory, Scalar};
+use moh_kernels::{Cuda, Memory, Scalar, Stored};
 
 const ROLE: &str = "MOH_COMM_TEST_ROLE";
 /// Elements of a rank's chunk.
@@ -34,7 +34,19 @@ impl Rank<'_> {
         elements
     }
 
-    fn check<S: Stored>(&self, from: impl Fn(f32) -> S) {
+    /// Checks operations that overlap with later work on the device.
+    fn check_overlapped<S: Stored>(&self, from: impl Fn(f32) -> S) {
+        let (group, rank, size) = (self.group, self.group.rank(), self.group.size());
+        let of = |rank| (0..CHUNK * size).map(|at| from(element(rank, at))).collect::<Vec<S>>();
+        let sum = |at| from((0..size).map(|rank| element(rank, at)).sum());
+        let sums: Vec<S> = (0..CHUNK * size).map(sum).collect();
+        let buffer = S::any_buffer::<Cuda>(self.buffer(&of(rank)));
+        let reduced = group.start_reduce_scatter(buffer, Reduce::Sum).unwrap().wait().unwrap();
+        let gathered = group.start_all_gather(reduced).unwrap().wait().unwrap();
+        assert_eq!(self.elements(&gathered.into_typed::<S>()), sums);
+    }
+
+    fn check<S: Scalar>(&self, from: impl Fn(f32) -> S) {
         let (group, rank, size) = (self.group, self.group.rank(), self.group.size());
         let len = CHUNK * size;
         let of = |rank| (0..len).map(|at| from(element(rank, at))).collect::<Vec<S>>();
@@ -46,13 +58,10 @@ impl Rank<'_> {
         group.all_reduce::<Cuda, S>(Cuda::view_mut(&mut buffer, 0..len), Reduce::Sum).unwrap();
         assert_eq!(self.elements(&buffer), sums);
 
-        let buffer = S::any_buffer::<Cuda>(self.buffer(&of(rank)));
-        let pending = group.start_reduce_scatter(buffer, Reduce::Sum);
-        let buffer = pending.unwrap().wait().unwrap().into_typed::<S>();
+        let mut buffer = self.buffer(&of(rank));
+        group.reduce_scatter::<Cuda, S>(Cuda::view_mut(&mut buffer, 0..len), Reduce::Sum).unwrap();
         assert_eq!(self.elements(&buffer)[own.clone()], sums[own]);
-
-        let pending = group.start_all_gather(S::any_buffer::<Cuda>(buffer)).unwrap();
-        let mut buffer = pending.wait().unwrap().into_typed::<S>();
+        group.all_gather::<Cuda, S>(Cuda::view_mut(&mut buffer, 0..len)).unwrap();
         assert_eq!(self.elements(&buffer), sums);
 
         for root in 0..size {
@@ -109,6 +118,8 @@ fn rank_on_a_gpu() {
         rank.check::<f64>(f64::from);
         rank.check::<u32>(|x| x as u32);
         rank.check::<u8>(|x| x as u8);
+        rank.check_overlapped::<f32>(|x| x);
+        rank.check_overlapped::<bf16>(bf16::from_f32);
     }
     drop(reversed);
     world.close().unwrap();
