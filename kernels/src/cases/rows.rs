@@ -257,7 +257,7 @@ fn cross_entropy<B: Backend, T: Element>(
             width, x: other_x, weight: other_weight, rows: vocabulary, temperature: 1.0, scale: 1.0,
         }),
         gradients: with_gradients.then_some(HeadGradients {
-            scale: 1.0, d_x, d_weight, accumulation: Accumulation::Add,
+            scale: 1.0, d_x, d_weight: Some(d_weight), accumulation: Accumulation::Add,
         }),
         ranks: None,
     }))

@@ -92,7 +92,8 @@ impl<T: Element> Head<T> {
         VocabularyRows::of_rank(self.shape.vocab_size, rank, ranks)
     }
 
-    /// Returns the losses. With a weight gradient to add to or to overwrite, also returns the gradients.
+    /// Returns the losses. With a weight gradient to add to or to overwrite, also returns the gradients. A weight without
+    /// elements of its gradient is frozen.
     pub fn run<B: Backend, G: Element>(
         &self,
         device: &B,
@@ -131,10 +132,10 @@ impl<T: Element> Head<T> {
                 temperature,
                 scale: self.scales[1],
             }),
-            gradients: gradients.map(|(_, accumulation)| HeadGradients {
+            gradients: gradients.map(|(before, accumulation)| HeadGradients {
                 scale: self.scales[0],
                 d_x: B::whole_mut(&mut d_x),
-                d_weight: B::whole_mut::<G>(&mut d_weight),
+                d_weight: (!before.is_empty()).then(|| B::whole_mut::<G>(&mut d_weight)),
                 accumulation,
             }),
             ranks: divided.map(|(rank, ranks, all_reduce)| HeadRanks {
@@ -208,6 +209,21 @@ fn agrees<B: Backend, T: Element, G: Element>(
     let rounded = gradient_tolerance.max(tolerance::<G>());
     assert_close("d_weight alone", &alone, &expected, rounded);
     assert_close("d_weight", &d_weight, &added(&before, &expected), rounded);
+}
+
+#[test]
+fn a_frozen_weight_changes_neither_the_losses_nor_the_gradient_of_x() {
+    fn check<B: Backend, T: Element>(device: &B) {
+        let shape = HeadShape::whole(45, 24, 70);
+        let head = Head::<T>::new(shape, None, &mut Random(8));
+        let d_weight = vec![0f32; head.weight.len()];
+        let run = |gradient: &[f32]| {
+            head.run(device, None, Some((gradient, Accumulation::Overwrite))).unwrap()
+        };
+        let ((losses, d_x, _), (frozen_losses, frozen_d_x, none)) = (run(&d_weight), run(&[]));
+        assert!(losses == frozen_losses && d_x == frozen_d_x && none.is_empty());
+    }
+    on_each_device!(device, T => check::<_, T>(device));
 }
 
 #[test]

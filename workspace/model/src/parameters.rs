@@ -80,6 +80,8 @@ pub struct FlatBuffers<B: Memory> {
     buffers: Vec<Option<AnyBuffer<B>>>,
     /// Buffers that the next gradient overwrites ([`FlatBuffers::mark_stale`]).
     stale: Vec<bool>,
+    /// Ranges without gradients, by buffer ([`FlatBuffers::freeze`]).
+    frozen: Vec<Vec<Range<usize>>>,
     shard: Shard,
 }
 
@@ -115,7 +117,8 @@ impl<B: Memory> FlatBuffers<B> {
         let buffers = (layout.flats.iter())
             .map(|flat| allocate(shard.range(flat.len).len()).map(Some))
             .collect::<Result<Vec<_>>>()?;
-        Ok(FlatBuffers { stale: vec![false; buffers.len()], buffers, shard })
+        let (stale, frozen) = (vec![false; buffers.len()], vec![Vec::new(); buffers.len()]);
+        Ok(FlatBuffers { buffers, stale, frozen, shard })
     }
 
     /// Returns a range of one buffer, within the local shard.
@@ -138,6 +141,26 @@ impl<B: Memory> FlatBuffers<B> {
     /// Returns the mutable parameters of a layer.
     pub fn get_mut(&mut self, parameters: &ParameterRange) -> AnyViewMut<'_, B> {
         self.view_mut(parameters.buffer, parameters.range.clone())
+    }
+
+    /// Excludes tensors from these gradients: a backward pass leaves out the products that only they need, and their
+    /// elements are undefined.
+    pub fn freeze(&mut self, layout: &ModelLayout, is_frozen: impl Fn(&Segment) -> bool) {
+        let runs = layout.flats.iter().map(|flat| flat.runs(&is_frozen).into_iter());
+        self.frozen = runs
+            .map(|runs| runs.filter(|(_, is_frozen)| *is_frozen).map(|(range, _)| range).collect())
+            .collect();
+    }
+
+    /// Returns whether parameters have gradients: whether not all of them are frozen.
+    pub fn has_gradients(&self, flat: usize, range: &Range<usize>) -> bool {
+        let covers = |frozen: &Range<usize>| frozen.start <= range.start && range.end <= frozen.end;
+        !self.frozen[flat].iter().any(covers)
+    }
+
+    /// Returns the mutable gradients of a layer; `None` for a frozen layer.
+    pub fn gradients_mut(&mut self, parameters: &ParameterRange) -> Option<AnyViewMut<'_, B>> {
+        self.has_gradients(parameters.buffer, &parameters.range).then(|| self.get_mut(parameters))
     }
 
     /// Returns the range of a flat buffer that the local shard covers.

@@ -2,7 +2,7 @@
 
 use moh_comm::{Group, Reduce};
 use moh_kernels::{Backend, Memory};
-use moh_model::layout::ModelLayout;
+use moh_model::layout::{ModelLayout, Segment};
 use moh_model::parameters::{FlatBuffers, Shard, overlap};
 use serde::{Deserialize, Serialize};
 
@@ -114,7 +114,8 @@ fn add<B: Backend>(
 ) -> Result<()> {
     let buffer = &layout.flats[flat];
     let local = shard.range(buffer.len);
-    let counted = buffer.segments.iter().filter(|segment| segment.counted);
+    let counts = |segment: &&Segment| segment.counted && values.has_gradients(flat, &segment.range);
+    let counted = buffer.segments.iter().filter(counts);
     let parts = counted.filter_map(|segment| {
         let part = overlap(&segment.range, &local);
         (!part.is_empty()).then(|| values.view(flat, part))

@@ -33,7 +33,7 @@ pub struct Hyperparameters {
 }
 
 /// Factors of the learning rate by group of tensors; default: 1 for each group. A group with the factor 0 is frozen:
-/// its weights and moments do not change, and its gradients do not count in the gradient norm.
+/// its weights and moments do not change, and its gradients are not computed, except those of norms.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct GroupFactors {
@@ -59,6 +59,11 @@ impl GroupFactors {
             TensorGroup::Router => self.router,
             TensorGroup::Rest => self.rest,
         }
+    }
+
+    /// Returns whether a tensor is frozen.
+    pub fn freezes(&self, segment: &Segment) -> bool {
+        self.of(segment) == 0.0
     }
 }
 
@@ -147,7 +152,7 @@ impl<B: Backend> OptimizerState<B> {
         groups: &GroupFactors,
         sums: &mut StepSums<B>,
     ) -> Result<()> {
-        let counts = |segment: &Segment| segment.counted && groups.of(segment) > 0.0;
+        let counts = |segment: &Segment| segment.counted && !groups.freezes(segment);
         let counted = layout.segments().filter(|(_, segment)| counts(segment));
         let parts = counted.filter_map(|(flat, segment)| {
             let part = overlap(&segment.range, &self.first_moment.local_range(flat));

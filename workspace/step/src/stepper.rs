@@ -10,7 +10,7 @@ use moh_kernels::adamw::AdamW;
 use moh_kernels::ranks::share;
 use moh_kernels::{Backend, span};
 use moh_model::{
-    Activations, AuxiliaryLoss, AuxiliaryLosses, FlatBuffers, LossConfig, Model, PassSlot,
+    Activations, AuxiliaryLoss, AuxiliaryLosses, FlatBuffers, LossConfig, Model, PassSlot, Segment,
     StepSums, Sums,
 };
 
@@ -127,7 +127,8 @@ impl<B: Backend + Clone> Stepper<B> {
         }
         model.parallel().reserve_sends(messages, bytes)?;
         let buffers = StepBuffers::new(model.backend(), &sizes)?;
-        let StepBuffers { activations, gradients, rounded, sums, block_norms } = buffers;
+        let StepBuffers { activations, mut gradients, rounded, sums, block_norms } = buffers;
+        gradients.freeze(model.layout(), |segment| config.optimizer.groups.freezes(segment));
         Ok(Stepper {
             activations,
             passes: stage.passes(own.len()),
@@ -236,12 +237,16 @@ impl<B: Backend + Clone> Stepper<B> {
     }
 
     /// Returns the norm of each local tensor's gradient of the last step, before clipping, in the order of the model.
+    /// Frozen tensors have none.
     pub fn gradient_norms(&self, model: &Model<B>) -> Result<Vec<TensorGradient>> {
         let (backend, layout) = (model.backend(), model.layout());
         let layers = model.config().num_hidden_layers;
         let mut norms = Vec::new();
         let mut sums = StepSums::new(backend)?;
-        for (flat, segment) in layout.segments().filter(|(_, segment)| segment.counted) {
+        let counts = |&(flat, segment): &(usize, &Segment)| {
+            segment.counted && self.gradients.has_gradients(flat, &segment.range)
+        };
+        for (flat, segment) in layout.segments().filter(counts) {
             sums.zero(backend)?;
             let gradient = self.gradients.view(flat, segment.range.clone());
             squared_norms(backend, &[gradient], sums.squared_norm_mut())?;

@@ -21,8 +21,9 @@ impl CrossEntropy for Cuda {
         let HeadShape { tokens, width, vocab_size, .. } = shape;
         if let (0, Some(gradients)) = (tokens, &mut gradients)
             && gradients.accumulation == Accumulation::Overwrite
+            && let Some(d_weight) = &mut gradients.d_weight
         {
-            self.zero(gradients.d_weight.part(0..vocab_size * width))?;
+            self.zero(d_weight.part(0..vocab_size * width))?;
         }
         let losses = self.scratch(row_loss_bytes(tokens))?;
         // The buffer has f32 elements.
@@ -110,7 +111,8 @@ impl Chunk {
         let Chunk { logits, x, weight } = *self;
         let out = Operand { address: d_x, ..x };
         cuda.matmul(&Matmul { out, left: logits, right: weight, addend: None })?;
-        let address = gradients.d_weight.address;
+        let Some(d_weight) = &gradients.d_weight else { return Ok(()) };
+        let address = d_weight.address;
         let out = Operand::new(address, G::DTYPE, weight.rows, weight.columns);
         let addend = (gradients.accumulation == Accumulation::Add).then_some(address);
         cuda.matmul(&Matmul { out, left: logits.transposed(), right: x, addend })?;

@@ -71,8 +71,8 @@ pub struct HeadGradients<'a, M: Memory, T: Element, G: Element> {
     pub scale: f32,
     /// Overwritten; `[N, C]`.
     pub d_x: ViewMut<'a, M, T>,
-    /// `[V, C]`.
-    pub d_weight: ViewMut<'a, M, G>,
+    /// `[V, C]`; `None` for a frozen weight.
+    pub d_weight: Option<ViewMut<'a, M, G>>,
     /// Whether `d_weight` is overwritten or accumulated.
     pub accumulation: Accumulation,
 }
@@ -83,7 +83,7 @@ impl<M: Memory, T: Element, G: Element> HeadGradients<'_, M, T, G> {
         HeadGradients {
             scale: self.scale,
             d_x: M::reborrow_mut(&mut self.d_x),
-            d_weight: M::reborrow_mut(&mut self.d_weight),
+            d_weight: self.d_weight.as_mut().map(|d_weight| M::reborrow_mut(d_weight)),
             accumulation: self.accumulation,
         }
     }
@@ -156,7 +156,8 @@ impl<M: Workspace, T: Element, G: Element> CrossEntropyArgs<'_, M, T, G> {
         })?;
         if let Some(HeadGradients { d_x, d_weight, .. }) = &self.gradients {
             check_len(OPERATOR, "d_x", M::view_mut_len::<T>(d_x), tokens * width)?;
-            check_len(OPERATOR, "d_weight", M::view_mut_len::<G>(d_weight), vocab_size * width)?;
+            let len = d_weight.as_ref().map(|d_weight| M::view_mut_len::<G>(d_weight));
+            len.map_or(Ok(()), |len| check_len(OPERATOR, "d_weight", len, vocab_size * width))?;
         }
         let Some(HeadRanks { rows, rank, ranks, sums, .. }) = &self.ranks else { return Ok(()) };
         let least = device.cross_entropy_sums(&self.shape, *ranks);

@@ -259,7 +259,7 @@ operators! { device;
     ] device.cross_entropy::<f32, f32>(CrossEntropyArgs {
         shape: HEAD, x, weight, targets, scratch, loss, teacher: None,
         gradients: Some(HeadGradients {
-            scale: 1.0, d_x, d_weight, accumulation: Accumulation::Overwrite,
+            scale: 1.0, d_x, d_weight: Some(d_weight), accumulation: Accumulation::Overwrite,
         }),
         ranks: None,
     });
@@ -275,7 +275,7 @@ operators! { device;
             width: 3, x: other_x, weight: other_weight, rows: 7, temperature: 1.0, scale: 1.0,
         }),
         gradients: Some(HeadGradients {
-            scale: 1.0, d_x, d_weight, accumulation: Accumulation::Overwrite,
+            scale: 1.0, d_x, d_weight: Some(d_weight), accumulation: Accumulation::Overwrite,
         }),
         ranks: None,
     });

@@ -47,7 +47,7 @@ impl Embedding {
         Ok(out.view_mut(0..own.len()).copy_from(backend, partial.view(own))?)
     }
 
-    /// Adds the gradient of the table, given the gradient of the residual stream.
+    /// Adds the gradient of the table, unless it is frozen, given the gradient of the residual stream.
     pub fn backward<B: Backend>(
         &self,
         cx: &mut BackwardContext<'_, B>,
@@ -60,7 +60,8 @@ impl Embedding {
         cx.gradients.mark_written(self.table.buffer);
         let rows = cx.vocabulary(self.vocabulary);
         let d_out = cx.forward.all_gather(self.width, &d.residual, gathered)?;
-        let (backend, d_table) = (cx.forward.backend, cx.gradients.get_mut(&self.table));
+        let backend = cx.forward.backend;
+        let Some(d_table) = cx.gradients.gradients_mut(&self.table) else { return Ok(()) };
         for_element!(T: d_out.element(), G: d_table.element() => {
             backend.embedding_backward::<T, G>(EmbeddingBackward {
                 width: self.width,

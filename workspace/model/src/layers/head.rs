@@ -3,7 +3,9 @@
 use std::ops::Range;
 
 use moh_kernels::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadRanks, HeadShape};
-use moh_kernels::{Backend, Element, Memory, Purpose, Workspace, for_element};
+use moh_kernels::{
+    AnyViewMut, Backend, Element, ElementType, Memory, Purpose, Workspace, for_element,
+};
 
 use super::{ActivationGradients, BackwardContext, Context, Linear, Normed, Scratch};
 use crate::model_parallel::TensorShare;
@@ -77,7 +79,7 @@ impl Head {
         for_element!(T: cx.element => self.cross_entropy::<B, T, f32>(cx, pass, None))
     }
 
-    /// Adds the cross-entropy to the sums, and `scale` times its gradient to the weight's gradient. Writes the gradient
+    /// Adds the cross-entropy to the sums, and `scale` times its gradient to the gradient of a weight that is not frozen. Writes the gradient
     /// of the head's input to `d.hidden`, and returns the range of the rank's own tokens in it.
     pub fn loss_and_backward<B: Backend>(
         &self,
@@ -88,9 +90,10 @@ impl Head {
     ) -> Result<Range<usize>> {
         let accumulation = cx.gradients.accumulation(self.linear.weight.buffer);
         let d_x = d.hidden.view_mut(0..cx.num_tokens() * self.linear.inputs);
-        let d_weight = cx.gradients.get_mut(&self.linear.weight);
-        for_element!(T: d_x.element(), G: d_weight.element() => {
-            let (d_x, d_weight) = (d_x.typed(), d_weight.typed());
+        let d_weight = cx.gradients.gradients_mut(&self.linear.weight);
+        let gradient = d_weight.as_ref().map_or(ElementType::F32, AnyViewMut::element);
+        for_element!(T: d_x.element(), G: gradient => {
+            let (d_x, d_weight) = (d_x.typed(), d_weight.map(AnyViewMut::typed));
             let gradients = HeadGradients::<B, T, G> { scale, d_x, accumulation, d_weight };
             self.cross_entropy(&cx.forward, pass, Some(gradients))
         })?;

@@ -121,7 +121,7 @@ impl Linear {
         self.add_weight_gradient(cx.forward.backend, cx.gradients, x, d_y, accumulation)
     }
 
-    /// Writes or adds the gradient of the weight, from rows of x and of the gradient of y.
+    /// Writes or adds the gradient of the weight, unless it is frozen, from rows of x and of the gradient of y.
     pub fn add_weight_gradient<B: Backend>(
         &self,
         backend: &B,
@@ -130,7 +130,7 @@ impl Linear {
         d_y: AnyView<'_, B>,
         accumulation: Accumulation,
     ) -> Result<()> {
-        let d_weight = gradients.get_mut(&self.weight);
+        let Some(d_weight) = gradients.gradients_mut(&self.weight) else { return Ok(()) };
         Ok(for_element!(T: x.element(), G: d_weight.element() => {
             backend.linear_backward_weight::<T, G>(LinearBackwardWeight {
                 inputs: self.inputs,

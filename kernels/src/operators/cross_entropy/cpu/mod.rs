@@ -83,8 +83,9 @@ fn cross_entropy<T: Element, G: Element>(args: CrossEntropyArgs<'_, Cpu, T, G>) 
     check_ids(ids, vocabulary.vocab_size)?;
     if let (0, Some(gradients)) = (targets.len(), &mut gradients)
         && gradients.accumulation == Accumulation::Overwrite
+        && let Some(d_weight) = &mut gradients.d_weight
     {
-        gradients.d_weight.fill(G::zeroed());
+        d_weight.fill(G::zeroed());
     }
     let [logits_len, teacher_len, d_x_len, _] = lengths(&shape);
     let (logits, rest) = scratch.split_at_mut(logits_len);
@@ -99,7 +100,8 @@ fn cross_entropy<T: Element, G: Element>(args: CrossEntropyArgs<'_, Cpu, T, G>) 
             let Some(gradients) = &mut gradients else { return Ok(()) };
             let accumulation = std::mem::replace(&mut gradients.accumulation, Accumulation::Add);
             let to = &mut gradients.d_x[part * rows * width..][..targets.len() * width];
-            chunk.backward(differentiate, to, d_x, (&mut *gradients.d_weight, accumulation))
+            let d_weight = gradients.d_weight.as_deref_mut();
+            chunk.backward(differentiate, to, d_x, (d_weight, accumulation))
         };
         if let Some(teacher) = &teacher {
             let mut distillation = Distillation::new(statistics, targets, vocabulary, teacher);
@@ -216,7 +218,7 @@ impl<T: Element> Chunk<'_, T> {
         differentiate: Differentiate<'_>,
         d_x: &mut [T],
         sums: &mut [f32],
-        d_weight: (&mut [G], Accumulation),
+        d_weight: (Option<&mut [G]>, Accumulation),
     ) -> Result<()> {
         if T::DTYPE == DType::F32 {
             self.gradients(differentiate, bytemuck::cast_slice_mut(d_x), d_weight);
@@ -231,16 +233,18 @@ impl<T: Element> Chunk<'_, T> {
         &mut self,
         differentiate: Differentiate<'_>,
         d_x: &mut [f32],
-        (d_weight, accumulation): (&mut [G], Accumulation),
+        (mut d_weight, accumulation): (Option<&mut [G]>, Accumulation),
     ) {
         let (tokens, width) = (self.tokens(), self.width);
         for (number, block) in self.blocks() {
             let (logits, x, weight) = self.block(&block);
             differentiate(logits, number, &block);
             let d_logits = Matrix::new(&*logits, tokens, block.len());
-            let d_weight = &mut d_weight[block.start * width..block.end * width];
-            let d_weight = MatrixMut::new(d_weight, block.len(), width).with(accumulation);
-            matmul_parallel(d_weight, d_logits.transposed(), x);
+            if let Some(d_weight) = &mut d_weight {
+                let d_weight = &mut d_weight[block.start * width..block.end * width];
+                let d_weight = MatrixMut::new(d_weight, block.len(), width).with(accumulation);
+                matmul_parallel(d_weight, d_logits.transposed(), x);
+            }
             let first = number == 0;
             let to = if first { Destination::Overwrite } else { Destination::Accumulate };
             matmul_parallel(MatrixMut::new(d_x, tokens, width).with(to), d_logits, weight);

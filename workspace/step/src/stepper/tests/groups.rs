@@ -32,7 +32,9 @@ fn bits(rank: &mut Rank, group: TensorGroup) -> Vec<u32> {
 fn trained(world: &World, ranks: Ranks, attention: f64, rate: f64) -> (Rank, f64) {
     let mut rank = Rank::new(world, ElementType::F32, ranks);
     rank.stepper.config.optimizer.clip_norm = UNCLIPPED;
-    rank.stepper.config.optimizer.groups = GroupFactors { attention, ..GroupFactors::default() };
+    let groups = GroupFactors { attention, ..GroupFactors::default() };
+    rank.stepper.config.optimizer.groups = groups;
+    rank.stepper.gradients.freeze(rank.model.layout(), |segment| groups.freezes(segment));
     let update = Update { number: 1, learning_rate: rate, limits: Limits::FINITE };
     let result = rank.take(read_tokens, 0, update);
     (rank, result.grad_norm)
@@ -69,5 +71,23 @@ fn the_norm_of_gradients_is_that_of_the_groups_that_train() {
         let trains = norms.iter().filter(|it| TensorGroup::of(&it.name) != TensorGroup::Attention);
         let expected = trains.map(|it| it.norm.powi(2)).sum::<f64>().sqrt();
         assert!((found / expected - 1.0).abs() < 1e-12, "{found}, not {expected}");
+    });
+}
+
+/// The elements of frozen gradients are as they were allocated.
+#[test]
+fn frozen_matrices_have_no_products_in_the_backward_pass() {
+    let ranks = Ranks { data: 1, tensor: 1, pipeline: 1, tied: true, reduce: ElementType::F32 };
+    ranks.run(|world| {
+        for (factor, expected) in [(0.0, true), (0.5, false)] {
+            let (rank, _) = trained(world, ranks, factor, 1e-2);
+            let gradients = &rank.stepper.gradients;
+            for (flat, segment) in rank.model.layout().segments() {
+                let values = gradients.read(&Cpu, flat, segment).unwrap();
+                let is_attention = TensorGroup::of(&segment.name) == TensorGroup::Attention;
+                let is_zero = values.iter().all(|&value| value == 0.0);
+                assert_eq!(is_zero, is_attention && expected, "{}", segment.name);
+            }
+        }
     });
 }
