@@ -89,7 +89,7 @@ macro_rules! stored {
 
 stored!(f32 => F32, bf16 => BF16, i16 => I16);
 
-/// Evaluates an expression for the variant of a buffer or view, with its contents and their type.
+/// Evaluates an expression with the contents of a buffer or view, and the type of its elements.
 macro_rules! each {
     ($any:ident, $value:expr, $contents:pat, $type:ident => $expression:expr) => {
         match $value {
@@ -166,7 +166,7 @@ impl<M: Memory> AnyBuffer<M> {
         each!(AnyBuffer, self, buffer, S => S::any_view_mut(M::view_mut::<S>(buffer, range)))
     }
 
-    /// Returns all elements for libraries that move bytes between processes.
+    /// Returns write access to all elements, for libraries that move bytes between processes.
     pub fn region_mut(&mut self) -> RegionMut<'_> {
         each!(AnyBuffer, self, buffer, S => M::region_mut::<S>(M::whole_mut::<S>(buffer)))
     }
@@ -284,7 +284,8 @@ impl<'a, M: Memory> AnyViewMut<'a, M> {
         S::view_mut(self).unwrap_or_else(|| differs::<S>(found))
     }
 
-    /// Copies f32 from the host, each rounded to the type of the elements, or the remainder of its rounding to bf16.
+    /// Copies f32 from the host. Rounds each to the type of the elements; remainders get the part that rounding to bf16
+    /// removes.
     pub fn fill_from_f32(self, memory: &M, values: &[f32]) -> Result<()> {
         let rounded = |&value: &f32| <bf16 as Element>::from_f32(value);
         let remainder = |&value: &f32| split(value).1;
@@ -310,7 +311,7 @@ impl<'a, M: Memory> AnyViewMut<'a, M> {
     }
 }
 
-/// Evaluates an expression in which names are the types of elements: `for_element!(T: a.element(), G: b.element() =>
+/// Evaluates an expression with names for element types: `for_element!(T: a.element(), G: b.element() =>
 /// device.operator::<T, G>(a.typed(), b.typed()))`.
 #[macro_export]
 macro_rules! for_element {

@@ -143,8 +143,8 @@ impl<B: Memory> FlatBuffers<B> {
         self.view_mut(parameters.buffer, parameters.range.clone())
     }
 
-    /// Excludes tensors from these gradients: a backward pass leaves out the products that only they need, and their
-    /// elements are undefined.
+    /// Freezes tensors: a backward pass does not compute the gradients of their matrices. The elements of frozen gradients
+    /// are undefined.
     pub fn freeze(&mut self, layout: &ModelLayout, is_frozen: impl Fn(&Segment) -> bool) {
         let runs = layout.flats.iter().map(|flat| flat.runs(&is_frozen).into_iter());
         self.frozen = runs
@@ -152,7 +152,7 @@ impl<B: Memory> FlatBuffers<B> {
             .collect();
     }
 
-    /// Returns whether parameters have gradients: whether not all of them are frozen.
+    /// Returns whether a range has gradients: at least one of its tensors is not frozen.
     pub fn has_gradients(&self, flat: usize, range: &Range<usize>) -> bool {
         let covers = |frozen: &Range<usize>| frozen.start <= range.start && range.end <= frozen.end;
         !self.frozen[flat].iter().any(covers)
@@ -189,8 +189,8 @@ impl<B: Memory> FlatBuffers<B> {
     }
 
     /// Fills the elements of `shard` of every tensor, within the local shard. `source` writes a range of the elements
-    /// of a tensor's local slice. Each is rounded to the type of the buffer; remainders get what its rounding to bf16
-    /// removes.
+    /// of a tensor's local slice. Each value is rounded to the type of the buffer; buffers of remainders get the part that
+    /// rounding to bf16 removes.
     pub fn fill_shard<E: From<Error>>(
         &mut self,
         backend: &B,
@@ -257,8 +257,8 @@ impl<B: Memory> FlatBuffers<B> {
         }
     }
 
-    /// Fills the local slice of every tensor with values of `source`, rounded to its type. `source` writes the values of the
-    /// whole tensor; it is not called for tensors without a local slice.
+    /// Fills the local slice of every tensor with values of `source`, rounded to its type. `source` writes the values of
+    /// the whole tensor; it is not called for tensors without a local slice.
     pub fn fill<E: From<Error>>(
         &mut self,
         backend: &B,

@@ -130,7 +130,8 @@ impl NamedModel {
         Ok(of_stored.unwrap_or(ElementType::F32))
     }
 
-    /// Loads the model to a device, with weights and activations of type `element`, for sequences of up to `positions` tokens.
+    /// Loads the model to a device, with weights and activations of type `element`, for sequences of up to `positions`
+    /// tokens.
     pub fn load<B: Backend>(
         &self,
         backend: B,
@@ -207,7 +208,8 @@ fn download_bar() -> impl FnMut(u64, u64) {
     }
 }
 
-/// Loads the model in `directory` to a device, with weights and activations of type `element`, for sequences of up to `positions` tokens.
+/// Loads the model in `directory` to a device, with weights and activations of type `element`, for sequences of up to
+/// `positions` tokens.
 pub fn load<B: Backend>(
     backend: B,
     element: ElementType,

@@ -33,7 +33,8 @@ pub struct Hyperparameters {
 }
 
 /// Factors of the learning rate by group of tensors; default: 1 for each group. A group with the factor 0 is frozen:
-/// its weights and moments do not change, and its gradients are not computed, except those of norms.
+/// its weights and moments do not change, and its matrices get no gradients. The gradients of its norms do
+/// not count in the gradient norm.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct GroupFactors {

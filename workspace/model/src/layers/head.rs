@@ -79,8 +79,9 @@ impl Head {
         for_element!(T: cx.element => self.cross_entropy::<B, T, f32>(cx, pass, None))
     }
 
-    /// Adds the cross-entropy to the sums, and `scale` times its gradient to the gradient of a weight that is not frozen. Writes the gradient
-    /// of the head's input to `d.hidden`, and returns the range of the rank's own tokens in it.
+    /// Adds the cross-entropy to the sums. Adds `scale` times its gradient to the gradient of the weight, unless the weight
+    /// is frozen. Writes the gradient of the head's input to `d.hidden`, and returns the range of the rank's own tokens in
+    /// it.
     pub fn loss_and_backward<B: Backend>(
         &self,
         cx: &mut BackwardContext<'_, B>,

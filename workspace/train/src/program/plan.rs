@@ -5,12 +5,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use half::bf16;
 use indicatif::{HumanCount, HumanDuration};
 use moh_checkpoint::run_directory::local_model_config;
 use moh_hf::ConfigFile;
 use moh_kernels::linear::{Linear as _, LinearForward};
-use moh_kernels::{Cpu, Element, ElementType};
+use moh_kernels::{Cpu, Element, for_element};
 use moh_model::ModelConfig;
 use moh_plan::{Basis, Hardware, Plan, Rate, StagePlan, Suggestions};
 use moh_program::exit;
@@ -101,10 +100,7 @@ fn rate(
     if recipe.run.device != DeviceKind::Cpu || arguments.ranks.is_some() {
         return Ok(None);
     }
-    let value = match recipe.run.dtype {
-        ElementType::F32 => product_tflops::<f32>(config)?,
-        ElementType::BF16 => product_tflops::<bf16>(config)?,
-    };
+    let value = for_element!(T: recipe.run.dtype => product_tflops::<T>(config))?;
     Ok(Some(Rate { value, basis: Basis::Measured }))
 }
 

@@ -2,10 +2,9 @@
 //!
 //! The cases alternate after each run, so that other load on the machine affects all cases.
 
-use half::bf16;
 use moh_kernels::cases::AttentionCase;
 use moh_kernels::router::query_norm::{QueryNormRouter, Selects};
-use moh_kernels::{Backend, Element, ElementType, QkvShape};
+use moh_kernels::{Backend, Element, ElementType, QkvShape, for_element};
 use moh_model::{Active, HeadRequest, LayerHeads, SharedHeadSets};
 use moh_program::arguments::{at_least, between, not_negative};
 use moh_program::exit::Usage;
@@ -178,10 +177,7 @@ impl Measurement for Job<'_> {
     type Output = Vec<AttentionRow>;
 
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Output> {
-        match self.arguments.dtype {
-            ElementType::F32 => self.measure::<B, f32>(bench),
-            ElementType::BF16 => self.measure::<B, bf16>(bench),
-        }
+        for_element!(T: self.arguments.dtype => self.measure::<B, T>(bench))
     }
 }
 

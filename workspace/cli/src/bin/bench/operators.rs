@@ -1,8 +1,7 @@
 //! `moh-bench operators`: measures every operator against the machine's limits.
 
-use half::bf16;
 use moh_kernels::cases::{self, Case, Work};
-use moh_kernels::{Backend, Element, ElementType};
+use moh_kernels::{Backend, Element, ElementType, for_element};
 use moh_program::exit::Usage;
 use moh_program::options;
 use moh_program::table::aligned;
@@ -64,10 +63,7 @@ impl Measurement for &OperatorsArguments {
         let mut rows = Vec::new();
         for dtype in ElementType::ALL {
             if self.dtype.is_none_or(|only| only == dtype) {
-                rows.extend(match dtype {
-                    ElementType::F32 => self.measure_cases::<B, f32>(bench)?,
-                    ElementType::BF16 => self.measure_cases::<B, bf16>(bench)?,
-                });
+                rows.extend(for_element!(T: dtype => self.measure_cases::<B, T>(bench))?);
             }
         }
         if rows.is_empty() {
