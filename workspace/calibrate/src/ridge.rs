@@ -7,7 +7,7 @@
 //! threads.
 
 use ndarray::linalg::general_mat_mul;
-use ndarray::{Array2, ArrayView2, ArrayViewMut2, Axis, s};
+use ndarray::{Array2, ArrayView2, ArrayViewMut2, Axis, ShapeBuilder, s};
 use rayon::prelude::*;
 
 use crate::{Error, Result};
@@ -154,9 +154,7 @@ fn cholesky(mut a: ArrayViewMut2<'_, f64>) -> Result<()> {
         factor_block(diagonal.view_mut())?;
         let chunks: Vec<_> = below.axis_chunks_iter_mut(Axis(0), ROWS).collect();
         chunks.into_par_iter().for_each(|mut rows| {
-            for row in rows.slice_mut(s![.., first..end]).rows_mut() {
-                substitute(diagonal.view(), row);
-            }
+            substitute(diagonal.view(), rows.slice_mut(s![.., first..end]));
         });
         let panel = below.slice(s![.., first..end]).to_owned();
         let chunks: Vec<_> = below.axis_chunks_iter_mut(Axis(0), ROWS).enumerate().collect();
@@ -172,33 +170,84 @@ fn cholesky(mut a: ArrayViewMut2<'_, f64>) -> Result<()> {
 
 /// Replaces the lower triangle of a block by its Cholesky factor.
 fn factor_block(mut a: ArrayViewMut2<'_, f64>) -> Result<()> {
+    let mut columns = Columns::of(a.view());
     for column in 0..a.nrows() {
-        for row in column..a.nrows() {
-            let known: f64 = (0..column).map(|i| a[[row, i]] * a[[column, i]]).sum();
-            let rest = a[[row, column]] - known;
-            a[[row, column]] = if row > column { rest / a[[column, column]] } else { rest.sqrt() };
-        }
+        columns.subtract(column, (0..column).map(|i| (i, columns.get(i, column))).collect());
+        let root = columns.get(column, column).sqrt();
         // The root of a negative number is NaN.
-        if a[[column, column]].is_nan() || a[[column, column]] == 0.0 {
+        if root.is_nan() || root == 0.0 {
             return Err(Error::SINGULAR);
+        }
+        columns.divide(column, root);
+        a[[column, column]] = root;
+        for row in column + 1..a.nrows() {
+            a[[row, column]] = columns.get(column, row);
         }
     }
     Ok(())
 }
 
-/// Replaces a row b by x with x L^T = b.
-fn substitute(factor: ArrayView2<'_, f64>, mut row: ndarray::ArrayViewMut1<'_, f64>) {
-    for j in 0..row.len() {
-        let known: f64 = (0..j).map(|i| row[i] * factor[[j, i]]).sum();
-        row[j] = (row[j] - known) / factor[[j, j]];
+/// Replaces the rows of a block B by X with X L^T = B.
+fn substitute(factor: ArrayView2<'_, f64>, mut rows: ArrayViewMut2<'_, f64>) {
+    let mut columns = Columns::of(rows.view());
+    for j in 0..factor.nrows() {
+        columns.subtract(j, (0..j).map(|i| (i, factor[[j, i]])).collect());
+        columns.divide(j, factor[[j, j]]);
     }
+    rows.assign(&columns.matrix());
 }
 
-/// Replaces a row b by x with x L = b.
-fn substitute_backwards(factor: ArrayView2<'_, f64>, mut row: ndarray::ArrayViewMut1<'_, f64>) {
-    for j in (0..row.len()).rev() {
-        let known: f64 = (j + 1..row.len()).map(|i| row[i] * factor[[i, j]]).sum();
-        row[j] = (row[j] - known) / factor[[j, j]];
+/// Replaces the rows of a block B by X with X L = B.
+fn substitute_backwards(factor: ArrayView2<'_, f64>, mut rows: ArrayViewMut2<'_, f64>) {
+    let (n, mut columns) = (factor.nrows(), Columns::of(rows.view()));
+    for j in (0..n).rev() {
+        columns.subtract(j, (j + 1..n).map(|i| (i, factor[[i, j]])).collect());
+        columns.divide(j, factor[[j, j]]);
+    }
+    rows.assign(&columns.matrix());
+}
+
+/// A copy of a matrix by columns: the sums of the rows do not wait for each other.
+struct Columns {
+    elements: Vec<f64>,
+    rows: usize,
+}
+
+impl Columns {
+    fn of(matrix: ArrayView2<'_, f64>) -> Self {
+        Columns { elements: matrix.t().iter().copied().collect(), rows: matrix.nrows() }
+    }
+
+    fn get(&self, column: usize, row: usize) -> f64 {
+        self.elements[column * self.rows + row]
+    }
+
+    fn column(&self, column: usize) -> &[f64] {
+        &self.elements[column * self.rows..][..self.rows]
+    }
+
+    fn column_mut(&mut self, column: usize) -> &mut [f64] {
+        &mut self.elements[column * self.rows..][..self.rows]
+    }
+
+    /// Subtracts the sum of the columns `of`, each multiplied by its factor, from a column.
+    fn subtract(&mut self, column: usize, of: Vec<(usize, f64)>) {
+        let mut sums = vec![0.0; self.rows];
+        for (other, factor) in of {
+            sums.iter_mut().zip(self.column(other)).for_each(|(sum, x)| *sum += x * factor);
+        }
+        self.column_mut(column).iter_mut().zip(sums).for_each(|(x, sum)| *x -= sum);
+    }
+
+    fn divide(&mut self, column: usize, divisor: f64) {
+        self.column_mut(column).iter_mut().for_each(|x| *x /= divisor);
+    }
+
+    /// Returns the matrix.
+    fn matrix(&self) -> ArrayView2<'_, f64> {
+        let columns = self.elements.len() / self.rows.max(1);
+        let shape = (self.rows, columns).strides((1, self.rows));
+        ArrayView2::from_shape(shape, &self.elements).expect("`of` filled every column")
     }
 }
 
@@ -210,7 +259,7 @@ fn solve_forwards(factor: ArrayView2<'_, f64>, mut rows: ArrayViewMut2<'_, f64>)
         let (mut known, mut rest) = rows.view_mut().split_at(Axis(1), end);
         let mut known = known.slice_mut(s![.., first..]);
         let diagonal = factor.slice(s![first..end, first..end]);
-        known.rows_mut().into_iter().for_each(|row| substitute(diagonal, row));
+        substitute(diagonal, known.view_mut());
         let below = factor.slice(s![end.., first..end]);
         general_mat_mul(-1.0, &known, &below.t(), 1.0, &mut rest);
     }
@@ -224,7 +273,7 @@ fn solve_backwards(factor: ArrayView2<'_, f64>, mut rows: ArrayViewMut2<'_, f64>
         let (mut rest, mut known) = rows.view_mut().split_at(Axis(1), first);
         let mut known = known.slice_mut(s![.., ..end - first]);
         let diagonal = factor.slice(s![first..end, first..end]);
-        known.rows_mut().into_iter().for_each(|row| substitute_backwards(diagonal, row));
+        substitute_backwards(diagonal, known.view_mut());
         let before = factor.slice(s![first..end, ..first]);
         general_mat_mul(-1.0, &known, &before, 1.0, &mut rest);
     }
