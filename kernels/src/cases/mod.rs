@@ -168,26 +168,3 @@ fn scramble(index: u64) -> u64 {
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
 }
-
-#[cfg(test)]
-mod tests {
-    use half::bf16;
-
-    use super::*;
-    use crate::Cpu;
-
-    #[test]
-    fn every_case_runs_twice_and_has_a_name_of_its_own() {
-        let mut names = Vec::new();
-        // Other element types differ only in loads and stores.
-        for case in all::<Cpu, bf16>(Sizes::SMALL) {
-            let mut run = case.prepare(&Cpu).unwrap();
-            run(&Cpu).unwrap();
-            run(&Cpu).unwrap();
-            let (Work::Operations(work) | Work::Bytes(work)) = case.work;
-            assert!(work > 0, "{}", case.name);
-            assert!(!names.contains(&case.name), "{}", case.name);
-            names.push(case.name);
-        }
-    }
-}

@@ -11,6 +11,7 @@ mod attention;
 mod attention_of_sequences;
 mod attention_paths;
 mod attention_stress;
+mod cases;
 mod convert;
 mod cross_entropy;
 mod embedding;
