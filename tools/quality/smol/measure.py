@@ -28,7 +28,7 @@ from results import ROOT, read
 HERE = Path(__file__).resolve().parent
 LENGTH, WINDOWS = 512, 48
 # Heads that tokens compute of 9: shared and routed ones.
-COUNTS = {7: (4, 3), 5: (2, 3)}
+COUNTS = {7: (4, 3), 6: (3, 3), 5: (2, 3)}
 # What the model has sampled, for all conversions that read its own text.
 OWN_TEXT = WORK / "own-text"
 
@@ -57,9 +57,11 @@ def variants():
         yield f"{active} first heads refitted, 32768", [*heads(active), "--shared", "first", *both]
         yield f"{active} chosen number, 32768", ["--active", active / 9, *both]
         yield f"{active} fixed, 32768", [*heads(active, "static", active), *both]
-        yield f"{active} two-stage, 32768", [*heads(active, "two-stage"), *both]
-        yield f"{active} query-norm, 32768", [*heads(active, "query-norm"), *both]
+        for router in ("two-stage", "one-stage", "query-norm"):
+            yield f"{active} {router}, 32768", [*heads(active, router), *both]
         yield f"{active} chosen by prose, 32768", [*heads(active), *calibration(("prose",), 32_768)]
+    # A key/value head serves three query heads.
+    yield "6 whole groups, 32768", [*heads(6, "group"), *calibration(("prose", "python"), 32_768)]
 
 
 VARIANTS = dict(variants())
