@@ -7,7 +7,7 @@
 //! threads.
 
 use ndarray::linalg::general_mat_mul;
-use ndarray::{Array2, ArrayView2, ArrayViewMut2, Axis, ShapeBuilder, s};
+use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
 
 use crate::{Error, Result};
@@ -170,85 +170,55 @@ fn cholesky(mut a: ArrayViewMut2<'_, f64>) -> Result<()> {
 
 /// Replaces the lower triangle of a block by its Cholesky factor.
 fn factor_block(mut a: ArrayViewMut2<'_, f64>) -> Result<()> {
-    let mut columns = Columns::of(a.view());
-    for column in 0..a.nrows() {
-        columns.subtract(column, (0..column).map(|i| (i, columns.get(i, column))).collect());
-        let root = columns.get(column, column).sqrt();
+    let mut columns = columns_of(a.view());
+    for j in 0..a.nrows() {
+        let factors = columns.slice(s![..j, j]).to_owned();
+        subtract(&mut columns, j, 0, factors.view());
+        let root = columns[[j, j]].sqrt();
         // The root of a negative number is NaN.
         if root.is_nan() || root == 0.0 {
             return Err(Error::SINGULAR);
         }
-        columns.divide(column, root);
-        a[[column, column]] = root;
-        for row in column + 1..a.nrows() {
-            a[[row, column]] = columns.get(column, row);
-        }
+        columns.row_mut(j).mapv_inplace(|x| x / root);
+        a[[j, j]] = root;
+        a.slice_mut(s![j + 1.., j]).assign(&columns.slice(s![j, j + 1..]));
     }
     Ok(())
 }
 
 /// Replaces the rows of a block B by X with X L^T = B.
 fn substitute(factor: ArrayView2<'_, f64>, mut rows: ArrayViewMut2<'_, f64>) {
-    let mut columns = Columns::of(rows.view());
+    let mut columns = columns_of(rows.view());
     for j in 0..factor.nrows() {
-        columns.subtract(j, (0..j).map(|i| (i, factor[[j, i]])).collect());
-        columns.divide(j, factor[[j, j]]);
+        subtract(&mut columns, j, 0, factor.slice(s![j, ..j]));
+        columns.row_mut(j).mapv_inplace(|x| x / factor[[j, j]]);
     }
-    rows.assign(&columns.matrix());
+    rows.assign(&columns.t());
 }
 
 /// Replaces the rows of a block B by X with X L = B.
 fn substitute_backwards(factor: ArrayView2<'_, f64>, mut rows: ArrayViewMut2<'_, f64>) {
-    let (n, mut columns) = (factor.nrows(), Columns::of(rows.view()));
-    for j in (0..n).rev() {
-        columns.subtract(j, (j + 1..n).map(|i| (i, factor[[i, j]])).collect());
-        columns.divide(j, factor[[j, j]]);
+    let mut columns = columns_of(rows.view());
+    for j in (0..factor.nrows()).rev() {
+        subtract(&mut columns, j, j + 1, factor.slice(s![j + 1.., j]));
+        columns.row_mut(j).mapv_inplace(|x| x / factor[[j, j]]);
     }
-    rows.assign(&columns.matrix());
+    rows.assign(&columns.t());
 }
 
-/// A copy of a matrix by columns: the sums of the rows do not wait for each other.
-struct Columns {
-    elements: Vec<f64>,
-    rows: usize,
+/// Returns a copy of the transpose. Its rows are contiguous, so that a step of a solve computes all rows of the matrix at
+/// a time.
+fn columns_of(matrix: ArrayView2<'_, f64>) -> Array2<f64> {
+    matrix.t().as_standard_layout().into_owned()
 }
 
-impl Columns {
-    fn of(matrix: ArrayView2<'_, f64>) -> Self {
-        Columns { elements: matrix.t().iter().copied().collect(), rows: matrix.nrows() }
+/// Subtracts from column `j` the sum of the columns from `first` on, each multiplied by its factor.
+fn subtract(columns: &mut Array2<f64>, j: usize, first: usize, factors: ArrayView1<'_, f64>) {
+    let mut sum = Array1::zeros(columns.ncols());
+    for (column, &factor) in columns.rows().into_iter().skip(first).zip(factors) {
+        sum.scaled_add(factor, &column);
     }
-
-    fn get(&self, column: usize, row: usize) -> f64 {
-        self.elements[column * self.rows + row]
-    }
-
-    fn column(&self, column: usize) -> &[f64] {
-        &self.elements[column * self.rows..][..self.rows]
-    }
-
-    fn column_mut(&mut self, column: usize) -> &mut [f64] {
-        &mut self.elements[column * self.rows..][..self.rows]
-    }
-
-    /// Subtracts the sum of the columns `of`, each multiplied by its factor, from a column.
-    fn subtract(&mut self, column: usize, of: Vec<(usize, f64)>) {
-        let mut sums = vec![0.0; self.rows];
-        for (other, factor) in of {
-            sums.iter_mut().zip(self.column(other)).for_each(|(sum, x)| *sum += x * factor);
-        }
-        self.column_mut(column).iter_mut().zip(sums).for_each(|(x, sum)| *x -= sum);
-    }
-
-    fn divide(&mut self, column: usize, divisor: f64) {
-        self.column_mut(column).iter_mut().for_each(|x| *x /= divisor);
-    }
-
-    /// Returns the matrix.
-    fn matrix(&self) -> ArrayView2<'_, f64> {
-        let columns = self.elements.len() / self.rows.max(1);
-        let shape = (self.rows, columns).strides((1, self.rows));
-        ArrayView2::from_shape(shape, &self.elements).expect("`of` filled every column")
-    }
+    columns.row_mut(j).zip_mut_with(&sum, |x, sum| *x -= sum);
 }
 
 /// Replaces rows B by X with X L^T = B.
