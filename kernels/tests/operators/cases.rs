@@ -1,4 +1,4 @@
-//! The cases that benchmarks measure run.
+//! Every case that benchmarks measure runs.
 
 use moh_kernels::cases::{self, Sizes, Work};
 use moh_kernels::{Cpu, bf16};
