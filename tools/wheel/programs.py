@@ -31,7 +31,8 @@ def build(root, arguments):
     """Builds the programs, in release unless the arguments name a profile, and returns their paths."""
     if shutil.which("cargo") is None:
         sys.exit("building moh needs Rust, and cargo is not on the path: install it from https://rustup.rs")
-    profile = [] if any(argument.startswith("--profile") for argument in arguments) else ["--release"]
+    named = any(argument in ("-r", "--release") or argument.startswith("--profile") for argument in arguments)
+    profile = [] if named else ["--release"]
     packages = [word for crate in CRATES for word in ("--package", crate)]
     command = ["cargo", "build", "--locked", *packages, "--bins", *profile, *arguments]
     command += ["--message-format", "json-render-diagnostics"]
